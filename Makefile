@@ -1,0 +1,36 @@
+# make test, make demo: all that is needed to try the library. Both set up a virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+BIN := $(VENV)/bin
+
+.PHONY: test demo lint docs bench clean
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n auto
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/01_where_gradients_go.py
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/bench_layer.py
+
+clean:
+	rm -rf $(VENV) site
+
+# Another version of torch or Python, beside the usual environment:
+#   make test TORCH=2.6.0 PYTHON=python3.10 VENV=.venv-oldest
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, but $(PYTHON) is " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,docs,experiments]'
+	touch $@

@@ -1,0 +1,21 @@
+"""Stochastic backpropagation for PyTorch: layers that mask gradients and leave the forward pass alone.
+
+>>> import backdrop
+>>> backdrop.Backdrop2d(0.99, patch=4)
+Backdrop2d(p=0.99, patch=4)
+"""
+
+from backdrop import functional, schedules
+from backdrop.functional import effective_batch_size
+from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
+
+__all__ = [
+    "Backdrop",
+    "Backdrop1d",
+    "Backdrop2d",
+    "Backdrop3d",
+    "effective_batch_size",
+    "functional",
+    "schedules",
+]
+__version__ = "0.1.0"

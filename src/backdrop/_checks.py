@@ -1,0 +1,138 @@
+"""What users may pass, in one place: every check names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Probability: TypeAlias = float | Tensor
+Dims: TypeAlias = int | Sequence[int]
+Patch: TypeAlias = int | Sequence[int]
+Scale: TypeAlias = Literal["count", "eq1", "probability"] | None
+
+SCALES: tuple[Scale, ...] = ("count", "eq1", "probability", None)
+
+
+def check_p(p: Probability) -> Probability:
+    if isinstance(p, Tensor):
+        if p.ndim != 0 or not p.is_floating_point() or p.requires_grad:
+            raise TypeError(
+                "p has to be a number or a 0-d floating-point tensor that needs no gradient, "
+                f"but got a tensor with shape {tuple(p.shape)}, dtype {p.dtype}, requires_grad={p.requires_grad}"
+            )
+        if is_readable(p):
+            _check_p_range(p.item())
+        return p
+    if not isinstance(p, float):
+        if isinstance(p, bool) or not isinstance(p, numbers.Real):
+            raise TypeError(f"p has to be a number or a 0-d tensor, but got {p!r} of type {type(p).__name__}")
+        p = float(p)
+    _check_p_range(p)
+    return p
+
+
+def _check_p_range(p: float) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(
+            f"p has to be in [0, 1), but got {p}: it is the probability that a unit's gradient is dropped, "
+            "and dropping all of them would leave nothing to learn from"
+        )
+
+
+def is_readable(p: Tensor) -> bool:
+    """Whether the value of p can be read at once: not on a device that would have to be waited for."""
+    return p.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_dims(dims: Dims, ndim: int | None = None) -> tuple[int, ...]:
+    """The axes in the order given, counted from 0 where `ndim` is known."""
+    axes = _as_ints("dims", dims)
+    if not axes:
+        raise ValueError(f"dims has to name at least one axis, but got {dims!r}")
+    if ndim is not None:
+        if not all(-ndim <= axis < ndim for axis in axes):
+            allowed = f"in [{-ndim}, {ndim - 1}] for an input with {ndim} axes" if ndim else "but a 0-d input has none"
+            raise ValueError(f"dims has to name axes of the input, {allowed}, but got dims={dims!r}")
+        axes = tuple(axis % ndim for axis in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"dims has to name each axis once, but got dims={dims!r}")
+    return axes
+
+
+def check_patch(patch: Patch, count: int | None = None, dims: Dims | None = None) -> tuple[int, ...]:
+    """The patch size along each masked axis other than 0, of which there are `count`."""
+    sizes = _as_ints("patch", patch)
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"patch has to be at least 1 position along every axis, but got patch={patch!r}")
+    if count is None or len(sizes) == count:
+        return sizes
+    if not isinstance(patch, Sequence):
+        return sizes * count
+    raise ValueError(
+        f"patch has to be one size, or one for each of the {count} axes other than 0 in dims={dims!r}, "
+        f"but got patch={patch!r}"
+    )
+
+
+def check_scale(scale: Scale) -> None:
+    if scale not in SCALES:
+        raise ValueError(f"scale has to be one of {', '.join(map(repr, SCALES))}, but got {scale!r}")
+
+
+def check_shape(shape: Sequence[int]) -> Sequence[int]:
+    if not isinstance(shape, Sequence) or any(size < 0 for size in shape):
+        raise ValueError(f"shape has to be a sequence of sizes of at least 0, but got {shape!r}")
+    return shape
+
+
+def check_differentiable(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x has to be a tensor, but got {type(x).__name__}")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(
+            f"x has to be a floating-point or complex tensor, but got {x.dtype}, which cannot carry gradients; "
+            "put Backdrop after the layer that turns it into features"
+        )
+
+
+def check_weight(x: Tensor, weight: Tensor) -> None:
+    if not isinstance(weight, Tensor) or weight.is_complex():
+        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"weight has to be a real or boolean tensor, but got {kind}")
+    trailing = x.shape[x.ndim - weight.ndim :] if weight.ndim <= x.ndim else ()
+    if weight.ndim > x.ndim or any(w not in (1, size) for w, size in zip(weight.shape, trailing, strict=True)):
+        raise ValueError(
+            f"weight has to broadcast against x without enlarging it, but got weight with shape {tuple(weight.shape)} "
+            f"and x with shape {tuple(x.shape)}; give it the rank of x, with size 1 on the axes that share a value"
+        )
+    if weight.ndim > 0 and weight.device != x.device:
+        raise ValueError(f"weight has to be on the device of x, {x.device}, but got it on {weight.device}")
+
+
+def check_devices(p: Probability, generator: torch.Generator | None, device: torch.device) -> None:
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator has to be a torch.Generator or None, but got {type(generator).__name__}")
+        if device.type != "meta" and not _same_device(generator.device, device):
+            raise ValueError(
+                f"generator has to be on the device of the mask, {device}, but got one on {generator.device}; "
+                f"make it with torch.Generator(device={str(device)!r})"
+            )
+    if isinstance(p, Tensor) and p.device.type != "cpu" and not _same_device(p.device, device):
+        raise ValueError(f"p has to be on the CPU or on the device of the mask, {device}, but got it on {p.device}")
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
+
+
+def _as_ints(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, numbers.Integral)):
+            raise TypeError(f"{name} has to be an integer or a sequence of integers, but got {value!r}")
+    return items

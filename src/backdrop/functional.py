@@ -1,0 +1,326 @@
+"""Eqs. 1 and 2 of the paper as functions: draw a mask, apply it to a gradient, or both at once.
+
+A backdrop layer M is the identity going forward and a random mask going backward (paper, section 2.1):
+
+    M(v_n) = v_n,    dM(v_m)/dv_n = delta_nm * b_n * N / |b|,    b_n ~ Bernoulli(1 - p)
+
+where N is the number of units and |b| the number of units kept. What a unit is, is said by `dims` (the axes
+along which units are drawn independently; all others share the draw) and `patch` (how many neighbouring
+positions make one unit). With axis 0 and others in `dims` every sample is its own group, otherwise there is
+one group; N, |b| and "at least one unit is kept" are counted per group.
+
+>>> import torch
+>>> from backdrop.functional import backdrop
+>>> x = torch.ones(4, 3, requires_grad=True)
+>>> generator = torch.Generator().manual_seed(2)
+>>> y = backdrop(x, p=0.5, generator=generator)  # the same values, in the same memory
+>>> y.sum().backward()
+>>> x.grad[:, 0]  # two of four samples kept, each counted twice
+tensor([2., 0., 2., 0.])
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+from backdrop._checks import (
+    Dims,
+    Patch,
+    Probability,
+    Scale,
+    check_devices,
+    check_differentiable,
+    check_dims,
+    check_p,
+    check_patch,
+    check_scale,
+    check_shape,
+    check_weight,
+    is_readable,
+)
+
+__all__ = ["backdrop", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
+
+
+def backdrop(
+    x: Tensor,
+    p: Probability,
+    dims: Dims = 0,
+    *,
+    patch: Patch = 1,
+    exact: bool = False,
+    scale: Scale = "count",
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `x` unchanged; in the backward pass drop each unit's gradient with probability `p` (Eq. 1).
+
+    The result shares its memory with `x`: torch refuses to modify it in place. It is `x` itself, and no random
+    number is consumed, with `training=False`, with `p=0`, and where no gradient is wanted.
+
+    Args:
+        x: floating-point or complex tensor of any shape; axis 0 is the batch.
+        p: probability that a unit's gradient is dropped, 0 <= p < 1. A 0-d tensor may live on the CPU or beside
+            `x`; on a GPU its value is not checked here, because reading it would stall the GPU.
+        dims: axes along which units are drawn independently; all other axes share the draw.
+        patch: positions per unit along the masked axes other than 0: one number, or one per such axis in the
+            order of `dims`. A last patch that does not fit is smaller.
+        exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units instead of a random number.
+        scale: what kept gradients are multiplied by: "count" N/|b| (Eq. 2, unbiased), "eq1" (1-p) N/|b|
+            (Eq. 1 as printed), "probability" 1/(1-p), or None for 1.
+        training: False makes this the identity.
+        generator: source of randomness, on the device of `x`; the device's default generator otherwise.
+    """
+    p = check_p(p)
+    check_scale(scale)
+    check_differentiable(x)
+    lattice = _lattice(x.shape, dims, patch)
+    if not training or _is_zero(p) or not _wants_gradient(x):
+        return x
+    dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
+    units = _draw_units(lattice, p, exact, generator, x.device)
+    return mask_gradient(x, _spread(_weigh(units, p, scale, dtype), lattice, x.shape))
+
+
+def draw_mask(
+    shape: Sequence[int],
+    p: Probability,
+    dims: Dims = 0,
+    *,
+    patch: Patch = 1,
+    exact: bool = False,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Draw a mask for a tensor of this shape: boolean, True = kept, no group without a kept unit.
+
+    The result has the rank of `shape`, with size 1 on the axes that share the draw, so it broadcasts against
+    the tensor. Arguments as for `backdrop`; the device defaults to the generator's, then to torch's default.
+
+    >>> mask = draw_mask((2, 3, 4, 6), p=0.5, dims=(0, 2, 3), patch=(2, 3))
+    >>> mask.shape
+    torch.Size([2, 1, 4, 6])
+    """
+    p = check_p(p)
+    lattice = _lattice(check_shape(shape), dims, patch)
+    units = _draw_units(lattice, p, exact, generator, _device(device, generator))
+    return _spread(units, lattice, shape)
+
+
+def draw_weight(
+    shape: Sequence[int],
+    p: Probability,
+    dims: Dims = 0,
+    *,
+    patch: Patch = 1,
+    exact: bool = False,
+    scale: Scale = "count",
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw what gradients are multiplied by: `draw_mask` times its scale, as `backdrop` does it.
+
+    The same seed gives the same mask as `draw_mask`. With `scale=None` the weight is the boolean mask itself.
+    """
+    p = check_p(p)
+    check_scale(scale)
+    lattice = _lattice(check_shape(shape), dims, patch)
+    units = _draw_units(lattice, p, exact, generator, _device(device, generator))
+    return _spread(_weigh(units, p, scale, dtype), lattice, shape)
+
+
+def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x` unchanged, in the same memory; in the backward pass multiply its gradient by `weight`.
+
+    `weight` broadcasts against `x` and is a constant. The product is rounded once to the gradient's dtype, so a
+    float32 weight stays exact on half-precision gradients. Formally the Jacobian is diag(weight), so the second
+    derivative of f(mask_gradient(x, w)) is w_i w_j f_ij.
+
+    >>> x = torch.ones(2, 2, requires_grad=True)
+    >>> mask_gradient(x, torch.tensor([[2.0], [0.0]])).sum().backward()
+    >>> x.grad
+    tensor([[2., 2.],
+            [0., 0.]])
+    """
+    check_differentiable(x)
+    check_weight(x, weight)
+    if not _wants_gradient(x):
+        return x
+    weight = weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
+    function = _MaskGradient if torch.compiler.is_compiling() else _MaskGradientForwardMode
+    masked: Tensor = function.apply(x, weight)  # type: ignore[no-untyped-call]
+    return masked
+
+
+def effective_batch_size(batch: float, p: float) -> float:
+    """Samples that carry gradient per step on average: `batch * (1 - p)` (paper, section 2.1).
+
+    >>> effective_batch_size(2048, 0.75)
+    512.0
+    """
+    return batch * (1 - float(check_p(p)))
+
+
+class _MaskGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        # Not save_for_backward: activation checkpointing would drop the mask there and keep the one that is
+        # drawn when the forward pass is run again.
+        ctx.weight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _multiply(grad, ctx.weight), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+        x_dim, weight_dim = in_dims
+        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        weight = weight if weight_dim is None else weight.movedim(weight_dim, 0)
+        return mask_gradient(x, weight), 0
+
+
+class _MaskGradientForwardMode(_MaskGradient):
+    """With forward-mode derivatives (torch.func.jvp, jacfwd, hessian), which torch.compile refuses to trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: None) -> Tensor:
+        return _multiply(x_tangent, ctx.weight)
+
+
+def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
+    """`grad * weight` in the wider of the two dtypes, rounded once to that of `grad`, laid out like `grad`."""
+    if torch.compiler.is_compiling():
+        return (grad * weight).to(grad.dtype)  # one kernel
+    if torch.result_type(grad, weight) == grad.dtype:
+        return grad * weight
+    return grad.clone().mul_(weight)  # no temporary in the wider dtype
+
+
+class _Lattice(NamedTuple):
+    """How the positions of a tensor make units, and units make groups."""
+
+    axes: tuple[int, ...]  # those along which units are drawn
+    patch: tuple[int, ...]  # positions per unit along each of them
+    shape: tuple[int, ...]  # units along every axis of the tensor, 1 where the draw is shared
+    groups: int
+    size: int  # units in a group: the N of Eq. 1
+
+
+def _lattice(shape: Sequence[int], dims: Dims, patch: Patch) -> _Lattice:
+    axes = check_dims(dims, len(shape))
+    grouped = [axis for axis in axes if axis != 0]
+    sizes = dict.fromkeys(axes, 1) | dict(zip(grouped, check_patch(patch, len(grouped), dims), strict=True))
+    units = tuple(-(-size // sizes[axis]) if axis in sizes else 1 for axis, size in enumerate(shape))
+    groups = units[0] if 0 in axes and grouped else 1
+    size = math.prod(units[1:]) if 0 in axes and grouped else math.prod(units)
+    return _Lattice(axes, tuple(sizes[axis] for axis in axes), units, groups, size)
+
+
+def _draw_units(
+    lattice: _Lattice, p: Probability, exact: bool, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Boolean (groups, units): which units are kept. Nothing here waits for the device."""
+    groups, size = lattice.groups, lattice.size
+    check_devices(p, generator, device)
+    if size == 0 or _is_zero(p):
+        return torch.ones(groups, size, dtype=torch.bool, device=device)
+    u = _uniform(groups, size, generator, device)
+    if exact:
+        kept = torch.arange(size, device=device) < _exact_count(size, p)
+        return torch.zeros_like(u, dtype=torch.bool).scatter(1, u.argsort(1), kept.expand(groups, size))
+    # Never empty: where any unit passes the threshold the largest does too, and where none does, the largest is
+    # a uniform choice.
+    return (u >= p).scatter(1, u.argmax(1, keepdim=True), True)
+
+
+def _exact_count(size: int, p: Probability) -> int | Tensor:
+    if isinstance(p, Tensor):
+        return (size * (1 - p)).round().clamp(min=1)
+    return max(1, round(size * (1 - p)))
+
+
+def _weigh(units: Tensor, p: Probability, scale: Scale, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return units
+    if scale == "probability":
+        return units.to(dtype) * (1 / (1 - p))
+    factor = units.shape[1] / units.sum(1, keepdim=True, dtype=dtype)
+    return units * (factor * (1 - p) if scale == "eq1" else factor)
+
+
+def _spread(units: Tensor, lattice: _Lattice, shape: Sequence[int]) -> Tensor:
+    """From (groups, units) to one value per position, size 1 on the axes that share the draw."""
+    positions = units.reshape(lattice.shape)
+    for axis, size in zip(lattice.axes, lattice.patch, strict=True):
+        if size > 1:
+            positions = positions.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
+    return positions
+
+
+def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.get_default_device() if generator is None else generator.device
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return x.requires_grad
+    # Under torch.func transforms the outermost wrapper (say vmap's) may not require a gradient while one inside
+    # it (say grad's) does.
+    while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def _is_zero(p: Probability) -> bool:
+    """Whether p is known to be 0 without waiting for a device."""
+    if isinstance(p, Tensor):
+        return is_readable(p) and bool(p == 0)
+    return p == 0
+
+
+def _uniform(groups: int, size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    rerun = _checkpoint_rerun()
+    if rerun == "reentrant" and generator is None:
+        raise RuntimeError(
+            "Backdrop without a generator inside torch.utils.checkpoint(use_reentrant=True) would draw the same mask "
+            "at every step, because that function rewinds the random state; use use_reentrant=False or pass generator="
+        )
+    # The non-reentrant form runs the forward pass a second time. The mask of the first time is the one that counts
+    # (see _MaskGradient), and the second draw must not move the generator; torch itself rewinds its default one.
+    rewind = generator.get_state() if rerun == "non-reentrant" and generator is not None else None
+    u = torch.rand(groups, size, generator=generator, device=device, dtype=torch.float32)
+    if rewind is not None and generator is not None:
+        generator.set_state(rewind)
+    return u
+
+
+def _checkpoint_rerun() -> Literal["reentrant", "non-reentrant"] | None:
+    """Which form of torch.utils.checkpoint, if any, is running this forward pass again in a backward pass."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is checkpoint.CheckpointFunction.backward.__code__:
+            return "reentrant"
+        if frame.f_code.co_filename == checkpoint.__file__ and frame.f_code.co_name == "recompute_fn":
+            return "non-reentrant"
+        frame = frame.f_back
+    return None

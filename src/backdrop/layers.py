@@ -1,0 +1,192 @@
+"""Backdrop layers: the identity in the forward pass, a random mask on the gradient in the backward pass.
+
+`Backdrop(p)` drops whole samples, for losses that need the whole batch (paper, section 3.1). `Backdrop1d`,
+`Backdrop2d` and `Backdrop3d` drop positions of a feature map, for few but information-rich samples (section 3.2):
+put one after the layer whose receptive field has the size of the structure to learn from.
+
+>>> import torch
+>>> from torch import nn
+>>> from backdrop import Backdrop, Backdrop2d
+>>> features = nn.Sequential(nn.Conv2d(1, 8, 16, stride=16), Backdrop2d(0.9))
+>>> head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 4 * 4, 1), Backdrop(0.5))
+>>> head(features(torch.randn(2, 1, 64, 64))).shape
+torch.Size([2, 1])
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from backdrop import functional
+from backdrop._checks import Dims, Patch, Probability, Scale, check_dims, check_p, check_patch, check_scale
+
+__all__ = ["Backdrop", "Backdrop1d", "Backdrop2d", "Backdrop3d"]
+
+
+class Backdrop(nn.Module):
+    """Pass `x` through unchanged; in training, drop each unit's gradient with probability `p` (Eqs. 1 and 2).
+
+    The default drops whole samples. In `eval()`, with `p=0` and where no gradient is wanted the output is the
+    input itself and no random number is consumed.
+
+    Args:
+        p: probability that a unit's gradient is dropped, 0 <= p < 1. May be assigned between steps. As a 0-d
+            tensor it is read on its device; assigning a number then fills that tensor, so that compiled code and
+            captured CUDA graphs see the change.
+        dims: axes along which units are drawn independently; all others share the draw. With axis 0 and others,
+            every sample is a group of its own; otherwise there is one group.
+        patch: positions per unit along the masked axes other than 0, one number or one per such axis.
+        exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units.
+        scale: "count" multiplies kept gradients by N/|b| (unbiased), "eq1" by (1-p) N/|b|, "probability" by
+            1/(1-p), None by 1.
+        generator: source of randomness instead of the device's default generator.
+
+    Shape: any, axis 0 being the batch; the output has the same shape, memory and strides.
+
+    >>> layer = Backdrop(0.75, generator=torch.Generator().manual_seed(0))
+    >>> x = torch.ones(8, 2, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> x.grad[:, 0]
+    tensor([0., 4., 0., 0., 0., 0., 0., 4.])
+    """
+
+    _defaults: ClassVar[dict[str, object]] = {"dims": 0, "patch": 1, "exact": False, "scale": "count"}
+
+    dims: Dims
+    patch: Patch
+    exact: bool
+    scale: Scale
+    generator: torch.Generator | None
+
+    def __init__(
+        self,
+        p: Probability = 0.5,
+        dims: Dims = 0,
+        *,
+        patch: Patch = 1,
+        exact: bool = False,
+        scale: Scale = "count",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        check_dims(dims)
+        check_patch(patch)
+        check_scale(scale)
+        self._p = check_p(p)
+        self.dims = dims
+        self.patch = patch
+        self.exact = exact
+        self.scale = scale
+        self.generator = generator
+
+    @property
+    def p(self) -> Probability:
+        return self._p
+
+    @p.setter
+    def p(self, value: Probability) -> None:
+        value = check_p(value)
+        if isinstance(self._p, Tensor) and not isinstance(value, Tensor):
+            self._p.fill_(value)
+        else:
+            self._p = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.backdrop(
+            x,
+            self._p,
+            self.dims,
+            patch=self.patch,
+            exact=self.exact,
+            scale=self.scale,
+            training=self.training,
+            generator=self.generator,
+        )
+
+    def extra_repr(self) -> str:
+        p = f"tensor({self._p.item():.7g})" if isinstance(self._p, Tensor) and not self._p.is_meta else self._p
+        settings = {name: getattr(self, name) for name, default in self._defaults.items()}
+        changed = [f"{name}={value!r}" for name, value in settings.items() if value != self._defaults[name]]
+        generator = [] if self.generator is None else [f"generator=<{self.generator.device}>"]
+        return ", ".join([f"p={p}", *changed, *generator])
+
+
+class _SpatialBackdrop(Backdrop):
+    """Drops positions of a feature map (N, C, spatial axes); channels share the draw."""
+
+    _defaults: ClassVar[dict[str, object]] = {"patch": 1, "shared": False, "exact": False, "scale": "count"}
+    _spatial: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        p: Probability = 0.5,
+        *,
+        patch: Patch = 1,
+        shared: bool = False,
+        exact: bool = False,
+        scale: Scale = "count",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        axes = tuple(range(2, 2 + len(self._spatial)))
+        dims = axes if shared else (0, *axes)
+        check_patch(patch, len(axes), dims)
+        super().__init__(p, dims, patch=patch, exact=exact, scale=scale, generator=generator)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all samples of a batch share one mask."""
+        return isinstance(self.dims, tuple) and 0 not in self.dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 2 + len(self._spatial):
+            expected = ", ".join(("N", "C", *self._spatial))
+            raise ValueError(f"{type(self).__name__} expects input ({expected}), but got shape {tuple(x.shape)}")
+        return super().forward(x)
+
+
+class Backdrop1d(_SpatialBackdrop):
+    """Drop the gradient of time steps, or patches of them, of a series with probability `p`.
+
+    Every sample has its own mask, or with `shared=True` all have the same; channels always share it. Other
+    arguments as for `Backdrop`.
+
+    Shape: (N, C, L).
+    """
+
+    _spatial = ("L",)
+
+
+class Backdrop2d(_SpatialBackdrop):
+    """Drop the gradient of positions, or patches of them, of a feature map with probability `p`.
+
+    Every sample has its own mask, or with `shared=True` all have the same; channels always share it. Other
+    arguments as for `Backdrop`.
+
+    Shape: (N, C, H, W).
+
+    >>> layer = Backdrop2d(0.75, patch=2, exact=True, generator=torch.Generator().manual_seed(0))
+    >>> x = torch.ones(1, 3, 4, 4, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> x.grad[0, 0]  # one of four patches kept, in all channels
+    tensor([[0., 0., 0., 0.],
+            [0., 0., 0., 0.],
+            [4., 4., 0., 0.],
+            [4., 4., 0., 0.]])
+    """
+
+    _spatial = ("H", "W")
+
+
+class Backdrop3d(_SpatialBackdrop):
+    """Drop the gradient of voxels, or patches of them, of a volume with probability `p`.
+
+    Every sample has its own mask, or with `shared=True` all have the same; channels always share it. Other
+    arguments as for `Backdrop`.
+
+    Shape: (N, C, D, H, W).
+    """
+
+    _spatial = ("D", "H", "W")
