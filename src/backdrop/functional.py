@@ -21,9 +21,11 @@ tensor([2., 0., 2., 0.])
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -112,7 +114,7 @@ def draw_mask(
     p = check_p(p)
     lattice = _lattice(check_shape(shape), dims, patch)
     units = _draw_units(lattice, p, exact, generator, _device(device, generator))
-    return _spread(units, lattice, shape)
+    return _spread(units.bool(), lattice, shape)
 
 
 def draw_weight(
@@ -129,7 +131,7 @@ def draw_weight(
 ) -> Tensor:
     """Draw what gradients are multiplied by: `draw_mask` times its scale, as `backdrop` does it.
 
-    The same seed gives the same mask as `draw_mask`. With `scale=None` the weight is the boolean mask itself.
+    The same seed gives the same mask as `draw_mask`.
     """
     p = check_p(p)
     check_scale(scale)
@@ -141,8 +143,8 @@ def draw_weight(
 def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x` unchanged, in the same memory; in the backward pass multiply its gradient by `weight`.
 
-    `weight` broadcasts against `x` and is a constant. The product is rounded once to the gradient's dtype, so a
-    float32 weight stays exact on half-precision gradients. Formally the Jacobian is diag(weight), so the second
+    `weight` broadcasts against `x` and is a constant. A float32 weight is not rounded to half precision for a
+    half-precision gradient, only their product is. Formally the Jacobian is diag(weight), so the second
     derivative of f(mask_gradient(x, w)) is w_i w_j f_ij.
 
     >>> x = torch.ones(2, 2, requires_grad=True)
@@ -156,7 +158,8 @@ def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
     if not _wants_gradient(x):
         return x
     weight = weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
-    function = _MaskGradient if torch.compiler.is_compiling() else _MaskGradientForwardMode
+    transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    function = _TransformableMaskGradient if transforms else _MaskGradient
     masked: Tensor = function.apply(x, weight)  # type: ignore[no-untyped-call]
     return masked
 
@@ -172,18 +175,33 @@ def effective_batch_size(batch: float, p: float) -> float:
 
 class _MaskGradient(torch.autograd.Function):
     @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        # Not save_for_backward: activation checkpointing would drop the mask there and keep the one that is
+        # drawn when the forward pass is run again.
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _multiply(grad, ctx.weight), None
+
+
+class _TransformableMaskGradient(torch.autograd.Function):
+    """The same under torch.func's transforms (grad, vmap, jvp), whose form of Function costs more per call."""
+
+    @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        # Not save_for_backward: activation checkpointing would drop the mask there and keep the one that is
-        # drawn when the forward pass is run again.
         ctx.weight = inputs[1]
 
+    backward = _MaskGradient.backward
+
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _multiply(grad, ctx.weight), None
+    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: None) -> Tensor:
+        return _multiply(x_tangent, ctx.weight)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
@@ -193,21 +211,36 @@ class _MaskGradient(torch.autograd.Function):
         return mask_gradient(x, weight), 0
 
 
-class _MaskGradientForwardMode(_MaskGradient):
-    """With forward-mode derivatives (torch.func.jvp, jacfwd, hessian), which torch.compile refuses to trace."""
-
-    @staticmethod
-    def jvp(ctx: Any, x_tangent: Tensor, weight_tangent: None) -> Tensor:
-        return _multiply(x_tangent, ctx.weight)
-
-
 def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
-    """`grad * weight` in the wider of the two dtypes, rounded once to that of `grad`, laid out like `grad`."""
+    """`grad * weight` in the wider of the two dtypes, rounded to that of `grad` and laid out like it."""
     if torch.compiler.is_compiling():
         return (grad * weight).to(grad.dtype)  # one kernel
+    # The kernel knows no second derivatives and no torch.func transforms.
+    if grad.is_cuda and not torch.is_grad_enabled() and not torch._C._functorch.is_functorch_wrapped_tensor(grad):
+        multiply = _gpu_multiply()
+        product = None if multiply is None else multiply(grad, weight)
+        if product is not None:
+            return product
     if torch.result_type(grad, weight) == grad.dtype:
         return grad * weight
     return grad.clone().mul_(weight)  # no temporary in the wider dtype
+
+
+@functools.cache
+def _gpu_multiply() -> Callable[[Tensor, Tensor], Tensor | None] | None:
+    """The kernel, tried out once; None where Triton is not there or cannot build it."""
+    try:
+        from backdrop._kernels import multiply
+
+        multiply(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
+    except ImportError:
+        return None
+    except Exception as error:  # no C compiler, an unsupported GPU: torch's own multiply still works
+        warnings.warn(
+            f"Triton cannot build Backdrop's backward kernel, torch's slower one is used: {error}", stacklevel=2
+        )
+        return None
+    return multiply
 
 
 class _Lattice(NamedTuple):
@@ -233,33 +266,33 @@ def _lattice(shape: Sequence[int], dims: Dims, patch: Patch) -> _Lattice:
 def _draw_units(
     lattice: _Lattice, p: Probability, exact: bool, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Boolean (groups, units): which units are kept. Nothing here waits for the device."""
+    """Which units are kept: (groups, units) of 1.0 and 0.0. Nothing here waits for the device."""
     groups, size = lattice.groups, lattice.size
     check_devices(p, generator, device)
     if size == 0 or _is_zero(p):
-        return torch.ones(groups, size, dtype=torch.bool, device=device)
+        return torch.ones(groups, size, device=device, dtype=torch.float32)
     u = _uniform(groups, size, generator, device)
-    if exact:
-        kept = torch.arange(size, device=device) < _exact_count(size, p)
-        return torch.zeros_like(u, dtype=torch.bool).scatter(1, u.argsort(1), kept.expand(groups, size))
-    # Never empty: where any unit passes the threshold the largest does too, and where none does, the largest is
-    # a uniform choice.
-    return (u >= p).scatter(1, u.argmax(1, keepdim=True), True)
-
-
-def _exact_count(size: int, p: Probability) -> int | Tensor:
+    if not exact:
+        # Never empty: where any unit passes the threshold the largest does too, and where none does, the largest is
+        # a uniform choice.
+        largest = u.argmax(1, keepdim=True)
+        return u.ge_(p).scatter(1, largest, 1.0)
     if isinstance(p, Tensor):
-        return (size * (1 - p)).round().clamp(min=1)
-    return max(1, round(size * (1 - p)))
+        kept = torch.arange(size, device=device) < (size * (1 - p)).round().clamp(min=1)
+        return torch.zeros_like(u).scatter(1, u.argsort(1, descending=True), kept.to(u.dtype).expand(groups, size))
+    largest = u.topk(max(1, round(size * (1 - p))), sorted=False).indices
+    return torch.zeros_like(u).scatter(1, largest, 1.0)
 
 
 def _weigh(units: Tensor, p: Probability, scale: Scale, dtype: torch.dtype) -> Tensor:
+    units = units.to(dtype)
     if scale is None:
         return units
     if scale == "probability":
-        return units.to(dtype) * (1 / (1 - p))
-    factor = units.shape[1] / units.sum(1, keepdim=True, dtype=dtype)
-    return units * (factor * (1 - p) if scale == "eq1" else factor)
+        return units / (1 - p)
+    size = units.shape[1] if scale == "count" else units.shape[1] * (1 - p)
+    count = units.sum(1, keepdim=True)
+    return units.mul_(size).div_(count)  # in this order N/|b| is rounded once
 
 
 def _spread(units: Tensor, lattice: _Lattice, shape: Sequence[int]) -> Tensor:
@@ -278,12 +311,15 @@ def _device(device: torch.device | str | None, generator: torch.Generator | None
 
 
 def _wants_gradient(x: Tensor) -> bool:
-    if not torch.is_grad_enabled():
-        return False
+    if x.requires_grad or not torch.is_grad_enabled():
+        return torch.is_grad_enabled()
     if torch.compiler.is_compiling():
-        return x.requires_grad
-    # Under torch.func transforms the outermost wrapper (say vmap's) may not require a gradient while one inside
-    # it (say grad's) does.
+        if torch._C._are_functorch_transforms_active():
+            # torch.compile loses track of the gradient here and would leave the mask out.
+            raise RuntimeError("torch.compile cannot see through torch.func's transforms here; compile inside them")
+        return False
+    # Under torch.func's transforms the outermost wrapper (say vmap's) may not require a gradient while one inside it
+    # (say grad's) does.
     while not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x.requires_grad

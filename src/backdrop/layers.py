@@ -171,10 +171,10 @@ class Backdrop2d(_SpatialBackdrop):
     >>> x = torch.ones(1, 3, 4, 4, requires_grad=True)
     >>> layer(x).sum().backward()
     >>> x.grad[0, 0]  # one of four patches kept, in all channels
-    tensor([[0., 0., 0., 0.],
+    tensor([[0., 0., 4., 4.],
+            [0., 0., 4., 4.],
             [0., 0., 0., 0.],
-            [4., 4., 0., 0.],
-            [4., 4., 0., 0.]])
+            [0., 0., 0., 0.]])
     """
 
     _spatial = ("H", "W")

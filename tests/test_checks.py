@@ -1,0 +1,107 @@
+"""Inputs that must be refused, each with an error that names the argument, its value and what is allowed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, effective_batch_size
+from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
+from backdrop.schedules import ConstantP, CosineP, LambdaP, LinearP, StepP
+
+X = torch.ones(4, 3, 8, 8, requires_grad=True)
+META = torch.device("meta")
+
+REFUSED = [
+    # p
+    (lambda: backdrop(X, 1.0), ValueError, ["p has", "[0, 1)", "1.0"]),
+    (lambda: backdrop(X, -0.1, training=False), ValueError, ["p has", "[0, 1)", "-0.1"]),
+    (lambda: backdrop(X, math.nan), ValueError, ["p has", "[0, 1)", "nan"]),
+    (lambda: backdrop(X, math.inf), ValueError, ["p has", "[0, 1)", "inf"]),
+    (lambda: backdrop(X, torch.tensor(1.5)), ValueError, ["p has", "[0, 1)", "1.5"]),
+    (lambda: backdrop(X, torch.tensor(math.nan)), ValueError, ["p has", "nan"]),
+    (lambda: backdrop(X, torch.tensor([0.5])), TypeError, ["p has", "0-d", "(1,)"]),
+    (lambda: backdrop(X, torch.tensor(0)), TypeError, ["p has", "floating-point", "int64"]),
+    (lambda: backdrop(X, torch.tensor(0.5, requires_grad=True)), TypeError, ["p has", "gradient"]),
+    (lambda: backdrop(X, torch.tensor(0.5, device=META)), ValueError, ["p has", "device", "cpu", "meta"]),
+    (lambda: backdrop(X, "0.5"), TypeError, ["p has", "number", "'0.5'", "str"]),
+    (lambda: backdrop(X, None), TypeError, ["p has", "number", "None"]),
+    (lambda: backdrop(X, True), TypeError, ["p has", "number", "True"]),
+    (lambda: backdrop(X, 0.5j), TypeError, ["p has", "number", "0.5j"]),
+    (lambda: Backdrop(1.5), ValueError, ["p has", "[0, 1)", "1.5"]),
+    (lambda: Backdrop2d(nn.Parameter(torch.tensor(0.5))), TypeError, ["p has", "gradient"]),
+    (lambda: setattr(Backdrop(), "p", 2), ValueError, ["p has", "[0, 1)", "2"]),
+    (lambda: draw_mask((3,), 7), ValueError, ["p has", "[0, 1)", "7"]),
+    (lambda: effective_batch_size(10, 1.0), ValueError, ["p has", "[0, 1)", "1.0"]),
+    # dims
+    (lambda: backdrop(X, 0.5, 4), ValueError, ["dims", "[-4, 3]", "dims=4"]),
+    (lambda: backdrop(X, 0.5, (0, -5)), ValueError, ["dims", "[-4, 3]", "(0, -5)"]),
+    (lambda: backdrop(X, 0.5, (1, -3)), ValueError, ["dims", "once", "(1, -3)"]),
+    (lambda: backdrop(X, 0.5, ()), ValueError, ["dims", "at least one", "()"]),
+    (lambda: backdrop(X, 0.5, 1.0), TypeError, ["dims", "integer", "1.0"]),
+    (lambda: backdrop(X, 0.5, "01"), TypeError, ["dims", "integer", "'01'"]),
+    (lambda: backdrop(X, 0.5, (0, True)), TypeError, ["dims", "integer", "(0, True)"]),
+    (lambda: backdrop(X.sum(), 0.5), ValueError, ["dims", "0-d"]),
+    (lambda: Backdrop(0.5, (2, 2)), ValueError, ["dims", "once", "(2, 2)"]),
+    (lambda: Backdrop(0.5, None), TypeError, ["dims", "integer", "None"]),
+    # patch
+    (lambda: backdrop(X, 0.5, (0, 2), patch=0), ValueError, ["patch", "at least 1", "patch=0"]),
+    (lambda: backdrop(X, 0.5, (0, 2), patch=(-2,)), ValueError, ["patch", "at least 1", "(-2,)"]),
+    (lambda: backdrop(X, 0.5, (0, 2), patch=1.5), TypeError, ["patch", "integer", "1.5"]),
+    (lambda: backdrop(X, 0.5, (0, 2), patch=(2, 2)), ValueError, ["patch", "1 axes", "(0, 2)", "(2, 2)"]),
+    (lambda: Backdrop2d(0.5, patch=(2,)), ValueError, ["patch", "2 axes", "(2,)"]),
+    (lambda: Backdrop(0.5, patch=0), ValueError, ["patch", "at least 1", "patch=0"]),
+    # scale
+    (lambda: backdrop(X, 0.5, scale="counts"), ValueError, ["scale", "'count'", "'counts'"]),
+    (lambda: Backdrop(0.5, scale=2), ValueError, ["scale", "'count'", "2"]),
+    (lambda: draw_weight((3,), 0.5, scale="mean"), ValueError, ["scale", "'count'", "'mean'"]),
+    # x
+    (lambda: backdrop(torch.arange(3), 0.5), TypeError, ["x has", "floating-point", "int64"]),
+    (lambda: backdrop(torch.ones(3, dtype=torch.bool), 0.5, training=False), TypeError, ["x has", "bool"]),
+    (lambda: backdrop([1.0], 0.5), TypeError, ["x has", "tensor", "list"]),
+    (lambda: mask_gradient(torch.arange(3), torch.ones(3)), TypeError, ["x has", "floating-point", "int64"]),
+    (lambda: Backdrop1d()(X), ValueError, ["Backdrop1d", "(N, C, L)", "(4, 3, 8, 8)"]),
+    (lambda: Backdrop2d().eval()(X[0]), ValueError, ["Backdrop2d", "(N, C, H, W)", "(3, 8, 8)"]),
+    (lambda: Backdrop3d()(X), ValueError, ["Backdrop3d", "(N, C, D, H, W)", "(4, 3, 8, 8)"]),
+    (lambda: draw_mask((3, -1), 0.5), ValueError, ["shape", "(3, -1)"]),
+    (lambda: draw_mask(3, 0.5), ValueError, ["shape", "3"]),
+    # weight
+    (lambda: mask_gradient(X, torch.ones(5)), ValueError, ["weight", "broadcast", "(5,)", "(4, 3, 8, 8)"]),
+    (lambda: mask_gradient(X[:, :1], torch.ones(4, 3, 8, 8)), ValueError, ["weight", "enlarging", "(4, 1, 8, 8)"]),
+    (lambda: mask_gradient(X[0], torch.ones(4, 3, 8, 8)), ValueError, ["weight", "(4, 3, 8, 8)", "(3, 8, 8)"]),
+    (lambda: mask_gradient(X, torch.ones(8, dtype=torch.complex64)), TypeError, ["weight", "real", "complex64"]),
+    (lambda: mask_gradient(X, 0.5), TypeError, ["weight", "tensor", "float"]),
+    (lambda: mask_gradient(X, torch.ones(8, device=META)), ValueError, ["weight", "device", "cpu", "meta"]),
+    # generator
+    (lambda: backdrop(X, 0.5, generator=0), TypeError, ["generator", "torch.Generator", "int"]),
+    # schedules
+    (lambda: ConstantP(nn.ReLU(), 0.5), ValueError, ["target", "at least one", "none"]),
+    (lambda: ConstantP([nn.ReLU()], 0.5), TypeError, ["target", "Backdrop layers", "ReLU"]),
+    (lambda: ConstantP(Backdrop(), 1.0), ValueError, ["p has", "[0, 1)", "1.0"]),
+    (lambda: LinearP(Backdrop(), end=1.0, steps=3), ValueError, ["p has", "[0, 1)", "1.0"]),
+    (lambda: LinearP(Backdrop(), steps=0), ValueError, ["steps", "at least 1", "0"]),
+    (lambda: CosineP(Backdrop(), steps=2.5), ValueError, ["steps", "integer", "2.5"]),
+    (lambda: StepP(Backdrop(), {-1: 0.5}), ValueError, ["milestones", "at least 0", "-1"]),
+    (lambda: StepP(Backdrop(), {1: 1.5}), ValueError, ["p has", "[0, 1)", "1.5"]),
+    (lambda: LambdaP(Backdrop(), 0.5), TypeError, ["function", "callable", "float"]),
+    (lambda: LambdaP(Backdrop(), lambda step: step + 1), ValueError, ["p has", "[0, 1)", "1"]),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_refused_with_a_clear_error(call, error, words):
+    state = torch.get_rng_state()
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_of_other_libraries_are_taken():
+    numpy = pytest.importorskip("numpy")
+    for p in (numpy.float32(0.5), numpy.float64(0.5), numpy.array(0.5)[()]):
+        assert Backdrop(p).p == 0.5
+    mask = draw_mask((numpy.int64(4), 6), 0.5, (numpy.int64(0), 1), patch=numpy.int64(2))
+    assert mask.shape == (4, 6)
