@@ -66,12 +66,14 @@ REFUSED = [
     (lambda: Backdrop3d()(X), ValueError, ["Backdrop3d", "(N, C, D, H, W)", "(4, 3, 8, 8)"]),
     (lambda: draw_mask((3, -1), 0.5), ValueError, ["shape", "(3, -1)"]),
     (lambda: draw_mask(3, 0.5), ValueError, ["shape", "3"]),
+    (lambda: draw_mask((3, 2.5), 0.5), TypeError, ["shape", "integer", "(3, 2.5)"]),
     # weight
     (lambda: mask_gradient(X, torch.ones(5)), ValueError, ["weight", "broadcast", "(5,)", "(4, 3, 8, 8)"]),
     (lambda: mask_gradient(X[:, :1], torch.ones(4, 3, 8, 8)), ValueError, ["weight", "enlarging", "(4, 1, 8, 8)"]),
     (lambda: mask_gradient(X[0], torch.ones(4, 3, 8, 8)), ValueError, ["weight", "(4, 3, 8, 8)", "(3, 8, 8)"]),
     (lambda: mask_gradient(X, torch.ones(8, dtype=torch.complex64)), TypeError, ["weight", "real", "complex64"]),
     (lambda: mask_gradient(X, 0.5), TypeError, ["weight", "tensor", "float"]),
+    (lambda: mask_gradient(X, torch.tensor(1.0, device=META)), ValueError, ["weight", "device", "cpu", "meta"]),
     (lambda: mask_gradient(X, torch.ones(8, device=META)), ValueError, ["weight", "device", "cpu", "meta"]),
     # generator
     (lambda: backdrop(X, 0.5, generator=0), TypeError, ["generator", "torch.Generator", "int"]),

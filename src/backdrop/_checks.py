@@ -84,7 +84,7 @@ def check_scale(scale: Scale) -> None:
 
 
 def check_shape(shape: Sequence[int]) -> Sequence[int]:
-    if not isinstance(shape, Sequence) or any(size < 0 for size in shape):
+    if not isinstance(shape, Sequence) or any(size < 0 for size in _as_ints("shape", shape)):
         raise ValueError(f"shape has to be a sequence of sizes of at least 0, but got {shape!r}")
     return shape
 
@@ -109,7 +109,7 @@ def check_weight(x: Tensor, weight: Tensor) -> None:
             f"weight has to broadcast against x without enlarging it, but got weight with shape {tuple(weight.shape)} "
             f"and x with shape {tuple(x.shape)}; give it the rank of x, with size 1 on the axes that share a value"
         )
-    if weight.ndim > 0 and weight.device != x.device:
+    if weight.device != x.device:
         raise ValueError(f"weight has to be on the device of x, {x.device}, but got it on {weight.device}")
 
 
