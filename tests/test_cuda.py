@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backdrop import Backdrop, Backdrop2d
+from backdrop import Backdrop, Backdrop2d, _kernels
 from backdrop.functional import draw_mask, draw_weight, mask_gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -211,7 +211,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "weight_shape", "layout"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_backward_multiply_equals_the_plain_product_bit_for_bit(shape, weight_shape, layout, dtype):
+def test_backward_multiply_equals_the_plain_product_bit_for_bit(shape, weight_shape, layout, dtype, monkeypatch):
+    monkeypatch.setattr(_kernels, "MULTIPLY_LEAST", 0)
     x = torch.randn(shape, device="cuda", dtype=dtype)
     upstream = torch.randn(shape, device="cuda", dtype=dtype)
     if layout is not None:
@@ -228,15 +229,30 @@ def test_backward_multiply_equals_the_plain_product_bit_for_bit(shape, weight_sh
         assert gradient.stride() == again.stride()
 
 
-def test_the_kernel_is_used():
-    pytest.importorskip("triton")
-    from backdrop import _kernels as kernels
+@pytest.mark.parametrize("scale", ["count", "eq1", "probability", None])
+@pytest.mark.parametrize("p", [1e-6, 0.5, 0.9, 0.999, 1 - 2**-24])
+@pytest.mark.parametrize(
+    ("groups", "size"), [(7, 1), (5, 3), (16, 4095), (3, 4096), (3, 4097), (2, 2**16), (1, 30_000)]
+)
+def test_drawing_kernel_equals_the_plain_operations_bit_for_bit(groups, size, p, scale, monkeypatch):
+    drawn = draw_weight((groups, size), p, (0, 1), scale=scale, generator=seeded(3))
+    monkeypatch.setattr(_kernels, "weigh", lambda *_: None)
+    plain = draw_weight((groups, size), p, (0, 1), scale=scale, generator=seeded(3))
+    assert torch.equal(drawn, plain)
+    assert drawn.any(1).all()
 
+
+def test_kernels_are_used_where_they_apply(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_kernels, "MULTIPLY_LEAST", 0)
     grad, weight = torch.randn(4, 3, 8, 8, device="cuda"), torch.rand(4, 1, 8, 8, device="cuda")
-    assert kernels.multiply(grad, weight) is not None
-    assert kernels.multiply(grad.to(memory_format=torch.channels_last), weight) is not None
-    assert kernels.multiply(grad, torch.rand(4, 1, 1, 1, device="cuda")) is not None
-    assert kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is None
+    with torch.no_grad():
+        assert _kernels.multiply(grad, weight) is not None
+        assert _kernels.multiply(grad.to(memory_format=torch.channels_last), weight) is not None
+        assert _kernels.multiply(grad, torch.rand(4, 1, 1, 1, device="cuda")) is not None
+        assert _kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is None
+    assert _kernels.weigh(torch.rand(2, 3, device="cuda"), 0.5, 1.0, True) is not None
+    assert _kernels.weigh(torch.rand(1, 2**16 + 1, device="cuda"), 0.5, 1.0, True) is None
 
 
 def test_beyond_32_bit_indices():

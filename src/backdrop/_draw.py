@@ -6,12 +6,13 @@ import math
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from backdrop import _kernels
 from backdrop._checks import Dims, Patch, Probability, Scale, check_devices, check_dims, check_patch, is_readable
 
 
@@ -36,35 +37,60 @@ def make_lattice(shape: Sequence[int], dims: Dims, patch: Patch) -> Lattice:
 
 
 def draw_units(
-    lattice: Lattice, p: Probability, exact: bool, generator: torch.Generator | None, device: torch.device
+    lattice: Lattice,
+    p: Probability,
+    exact: bool,
+    scale: Scale,
+    generator: torch.Generator | None,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Which units are kept: (groups, units) of 1.0 and 0.0. Nothing here waits for the device."""
+    """What each unit's gradient is multiplied by, (groups, units): 0 or its scale. Nothing waits for the device."""
     groups, size = lattice.groups, lattice.size
     check_devices(p, generator, device)
     if size == 0 or is_zero(p):
-        return torch.ones(groups, size, device=device, dtype=torch.float32)
+        return torch.ones(groups, size, device=device, dtype=dtype)
     u = _uniform(groups, size, generator, device)
-    if not exact:
-        # Never empty: where any unit passes the threshold the largest does too, and where none does, the largest is
-        # a uniform choice.
-        largest = u.argmax(1, keepdim=True)
-        return u.ge_(p).scatter(1, largest, 1.0)
+    numerator, per_count = _scale(scale, size, p)
     if isinstance(p, Tensor):
-        kept = torch.arange(size, device=device) < (size * (1 - p)).round().clamp(min=1)
-        return torch.zeros_like(u).scatter(1, u.argsort(1, descending=True), kept.to(u.dtype).expand(groups, size))
-    largest = u.topk(max(1, round(size * (1 - p))), sorted=False).indices
-    return torch.zeros_like(u).scatter(1, largest, 1.0)
-
-
-def weigh(units: Tensor, p: Probability, scale: Scale, dtype: torch.dtype) -> Tensor:
+        units = _keep_exactly(u, p) if exact else _keep(u, p)
+    elif exact:
+        count = max(1, round(size * (1 - p)))
+        largest = u.topk(count, sorted=False).indices
+        return torch.zeros_like(u, dtype=dtype).scatter(1, largest, numerator / count if per_count else numerator)
+    else:
+        weights = _kernels.weigh(u, p, numerator, per_count) if dtype == u.dtype else None
+        if weights is not None:
+            return weights
+        units = _keep(u, p)
     units = units.to(dtype)
-    if scale is None:
-        return units
+    kept = units.sum(1, keepdim=True) if per_count else 1.0
+    return units.mul_(numerator).div_(kept)
+
+
+def _keep(u: Tensor, p: Probability) -> Tensor:
+    """Bernoulli units, never empty: where any passes the threshold the largest does too; where none does, the largest
+    is a uniform choice."""
+    largest = u.argmax(1, keepdim=True)
+    return u.ge_(p).scatter(1, largest, 1.0)
+
+
+def _keep_exactly(u: Tensor, p: Tensor) -> Tensor:
+    """The units with the largest numbers, as many as p says, without reading p."""
+    size = u.shape[1]
+    kept = torch.arange(size, device=u.device) < (size * (1 - p)).round().clamp(min=1)
+    return torch.zeros_like(u).scatter(1, u.argsort(1, descending=True), kept.to(u.dtype).expand_as(u))
+
+
+def _scale(scale: Scale, size: int, p: Probability) -> tuple[Any, bool]:
+    """The weight of a kept unit, and whether it is still to be divided by the number of kept units."""
+    if scale == "count":
+        return float(size), True
+    if scale == "eq1":
+        return size * (1 - p), True
     if scale == "probability":
-        return units / (1 - p)
-    size = units.shape[1] if scale == "count" else units.shape[1] * (1 - p)
-    count = units.sum(1, keepdim=True)
-    return units.mul_(size).div_(count)  # in this order N/|b| is rounded once
+        return 1 / (1 - p), False
+    return 1.0, False
 
 
 def spread(units: Tensor, lattice: Lattice, shape: Sequence[int]) -> Tensor:

@@ -1,44 +1,74 @@
-"""The backward multiply as one pass over a GPU's memory, in Triton, which comes with torch's CUDA builds.
+"""Faster ways on a GPU, where Triton is there, as it is in torch's CUDA builds. None means: leave it to torch.
 
-torch's own broadcasting multiply takes 1.6 times as long as a copy in float32, and 6 times in bfloat16 with a float32
-weight; this takes as long as a copy (benchmarks/bench_layer.py). What does not fit is left to torch.
+`multiply` takes as long as a copy; torch's broadcasting multiply takes 1.6 times as long in float32, and 6 times in
+bfloat16 with a float32 weight. `weigh` is one launch instead of seven. The plain forms in `functional` and `_draw` say
+what is computed; tests/test_cuda.py compares the two bit for bit, and benchmarks/bench_layer.py times them.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+MULTIPLY_BLOCK = 1024
+MULTIPLY_LEAST = 2**23  # elements: for fewer, launching the kernel takes the host longer than the GPU gains
+WEIGH_BLOCK = 4096
+WEIGH_MOST = 2**16  # units in a group: one program walks through them
 
 
 def multiply(grad: Tensor, weight: Tensor) -> Tensor | None:
-    """`grad * weight` in float32, rounded to the dtype of `grad` and laid out like it; None where it does not apply."""
+    """`grad * weight` in float32, rounded to the dtype of `grad` and laid out like it."""
     if weight.dtype != torch.float32 or grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
-    if grad.get_device() != torch.cuda.current_device() or grad.numel() == 0:
+    if grad.numel() < MULTIPLY_LEAST:
+        return None
+    if torch.is_grad_enabled() or not _usable(grad):  # it knows no second derivatives
         return None
     layout = _layout(grad, weight)
     if layout is None:
         return None
     product, count = torch.empty_like(grad), grad.numel()
-    _multiply[(-(-count // BLOCK),)](product, grad, weight, count, *layout, BLOCK=BLOCK)
+    blocks = -(-count // MULTIPLY_BLOCK)
+    _triton().multiply[(blocks,)](product, grad, weight, count, *layout, BLOCK=MULTIPLY_BLOCK)
     return product
+
+
+def weigh(u: Tensor, p: float, numerator: float, per_count: bool) -> Tensor | None:
+    """The float32 weights of Bernoulli units from uniform numbers (groups, units), written over them."""
+    groups, size = u.shape
+    if size > WEIGH_MOST or not _usable(u):
+        return None
+    _triton().weigh[(groups,)](u, size, p, numerator, PER_COUNT=per_count, BLOCK=WEIGH_BLOCK)
+    return u
+
+
+def _usable(x: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and x.numel() > 0
+        and x.get_device() == torch.cuda.current_device()
+        and _triton() is not None
+    )
 
 
 def _layout(grad: Tensor, weight: Tensor) -> tuple[int, int] | None:
     """(shared, inner) if memory holds `grad` as (outer, shared, inner) and `weight` as (outer, inner), else None."""
-    order = range(grad.ndim) if grad.is_contiguous() else sorted(range(grad.ndim), key=grad.stride, reverse=True)
-    if not grad.permute(*order).is_contiguous() or not weight.permute(*order).is_contiguous():
+    if not grad.is_contiguous():
+        order = sorted(range(grad.ndim), key=grad.stride, reverse=True)
+        grad, weight = grad.permute(order), weight.permute(order)
+    if not grad.is_contiguous() or not weight.is_contiguous():
         return None
     shared, inner, reached = 1, 1, "inner"
-    for axis in reversed(order):
-        size = grad.shape[axis]
+    for size, weights in zip(reversed(grad.shape), reversed(weight.shape), strict=True):
         if size == 1:
             continue
-        if weight.shape[axis] == 1:
+        if weights == 1:
             if reached == "outer":
                 return None
             shared, reached = shared * size, "shared"
@@ -49,10 +79,18 @@ def _layout(grad: Tensor, weight: Tensor) -> tuple[int, int] | None:
     return shared, inner
 
 
-@triton.jit
-def _multiply(product, grad, weight, count, shared, inner, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    factor = tl.load(weight + at // inner // shared * inner + at % inner, mask=inside)
-    value = tl.load(grad + at, mask=inside).to(tl.float32) * factor
-    tl.store(product + at, value.to(product.dtype.element_ty), mask=inside)
+@functools.cache
+def _triton() -> Any:
+    """The kernels, tried out once; None where Triton is not there or cannot build them."""
+    try:
+        from backdrop import _triton as kernels
+    except ImportError:
+        return None
+    x = torch.ones(1, 1, device="cuda")
+    try:
+        kernels.multiply[(1,)](torch.empty_like(x), x, x, 1, 1, 1, BLOCK=MULTIPLY_BLOCK)
+        kernels.weigh[(1,)](x, 1, 0.5, 1.0, PER_COUNT=True, BLOCK=WEIGH_BLOCK)
+    except Exception as error:  # no C compiler, an unsupported GPU: torch's own operations still work
+        warnings.warn(f"Triton cannot build kernels here, so Backdrop is slower than it can be: {error}", stacklevel=2)
+        return None
+    return kernels

@@ -21,14 +21,13 @@ tensor([2., 0., 2., 0.])
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backdrop import _kernels
 from backdrop._checks import (
     Dims,
     Patch,
@@ -40,7 +39,7 @@ from backdrop._checks import (
     check_shape,
     check_weight,
 )
-from backdrop._draw import draw_units, is_zero, make_lattice, spread, weigh
+from backdrop._draw import draw_units, is_zero, make_lattice, spread
 
 __all__ = ["backdrop", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
@@ -81,8 +80,8 @@ def backdrop(
     if not training or is_zero(p) or not _wants_gradient(x):
         return x
     dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
-    units = draw_units(lattice, p, exact, generator, x.device)
-    return mask_gradient(x, spread(weigh(units, p, scale, dtype), lattice, x.shape))
+    weight = draw_units(lattice, p, exact, scale, generator, x.device, dtype)
+    return _apply(x, spread(weight, lattice, x.shape))
 
 
 def draw_mask(
@@ -106,7 +105,7 @@ def draw_mask(
     """
     p = check_p(p)
     lattice = make_lattice(check_shape(shape), dims, patch)
-    units = draw_units(lattice, p, exact, generator, _device(device, generator))
+    units = draw_units(lattice, p, exact, None, generator, _device(device, generator))
     return spread(units.bool(), lattice, shape)
 
 
@@ -129,8 +128,8 @@ def draw_weight(
     p = check_p(p)
     check_scale(scale)
     lattice = make_lattice(check_shape(shape), dims, patch)
-    units = draw_units(lattice, p, exact, generator, _device(device, generator))
-    return spread(weigh(units, p, scale, dtype), lattice, shape)
+    weight = draw_units(lattice, p, exact, scale, generator, _device(device, generator), dtype)
+    return spread(weight, lattice, shape)
 
 
 def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
@@ -150,11 +149,7 @@ def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
     check_weight(x, weight)
     if not _wants_gradient(x):
         return x
-    weight = weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape)
-    transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-    function = _TransformableMaskGradient if transforms else _MaskGradient
-    masked: Tensor = function.apply(x, weight)  # type: ignore[no-untyped-call]
-    return masked
+    return _apply(x, weight.reshape((1,) * (x.ndim - weight.ndim) + weight.shape))
 
 
 def effective_batch_size(batch: float, p: float) -> float:
@@ -164,6 +159,13 @@ def effective_batch_size(batch: float, p: float) -> float:
     512.0
     """
     return batch * (1 - float(check_p(p)))
+
+
+def _apply(x: Tensor, weight: Tensor) -> Tensor:
+    transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    function = _TransformableMaskGradient if transforms else _MaskGradient
+    masked: Tensor = function.apply(x, weight)  # type: ignore[no-untyped-call]
+    return masked
 
 
 class _MaskGradient(torch.autograd.Function):
@@ -201,39 +203,19 @@ class _TransformableMaskGradient(torch.autograd.Function):
         x_dim, weight_dim = in_dims
         x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         weight = weight if weight_dim is None else weight.movedim(weight_dim, 0)
-        return mask_gradient(x, weight), 0
+        return _apply(x, weight), 0
 
 
 def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
     """`grad * weight` in the wider of the two dtypes, rounded to that of `grad` and laid out like it."""
     if torch.compiler.is_compiling():
         return (grad * weight).to(grad.dtype)  # one kernel
-    # The kernel knows no second derivatives and no torch.func transforms.
-    if grad.is_cuda and not torch.is_grad_enabled() and not torch._C._functorch.is_functorch_wrapped_tensor(grad):
-        multiply = _gpu_multiply()
-        product = None if multiply is None else multiply(grad, weight)
-        if product is not None:
-            return product
+    product = _kernels.multiply(grad, weight)
+    if product is not None:
+        return product
     if torch.result_type(grad, weight) == grad.dtype:
         return grad * weight
     return grad.clone().mul_(weight)  # no temporary in the wider dtype
-
-
-@functools.cache
-def _gpu_multiply() -> Callable[[Tensor, Tensor], Tensor | None] | None:
-    """The kernel, tried out once; None where Triton is not there or cannot build it."""
-    try:
-        from backdrop._kernels import multiply
-
-        multiply(torch.ones(1, device="cuda"), torch.ones(1, device="cuda"))
-    except ImportError:
-        return None
-    except Exception as error:  # no C compiler, an unsupported GPU: torch's own multiply still works
-        warnings.warn(
-            f"Triton cannot build Backdrop's backward kernel, torch's slower one is used: {error}", stacklevel=2
-        )
-        return None
-    return multiply
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:
