@@ -62,13 +62,13 @@ def input_gradient(image: torch.Tensor, p_fine: float, p_coarse: float) -> tuple
 
 def draw(image: torch.Tensor, gradients: dict[str, torch.Tensor], output: Path) -> None:
     figure, axes = plt.subplots(1, 5, figsize=(15, 3.6), layout="constrained")
-    axes[0].imshow(image[0, 0], cmap="gray")
+    axes[0].imshow(image[0, 0].numpy(), cmap="gray")
     axes[0].set_title("input\n1024 x 1024 pixels", fontsize=11)
     for axis, (title, gradient) in zip(axes[1:], gradients.items(), strict=True):
         strong = gradient[gradient > 0].quantile(0.99)  # every panel has its own colours: kept gradients are scaled up
-        axis.imshow((gradient / strong).sqrt(), vmin=0, vmax=1, cmap="inferno", interpolation="antialiased")
+        axis.imshow((gradient / strong).sqrt().numpy(), vmin=0, vmax=1, cmap="inferno", interpolation="antialiased")
         axis.set_title(f"{title}\n{(gradient > 0).float().mean():.1%} of pixels get a gradient", fontsize=11)
-    kept = (gradients["coarse mask"] > 0).float()
+    kept = (gradients["coarse mask"] > 0).numpy()
     axes[-1].contour(kept, levels=[0.5], colors="white", linewidths=0.8, linestyles="dotted")
     for axis in axes:
         axis.set_xticks([])

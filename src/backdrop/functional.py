@@ -99,9 +99,10 @@ def draw_mask(
     The result has the rank of `shape`, with size 1 on the axes that share the draw, so it broadcasts against
     the tensor. Arguments as for `backdrop`; the device defaults to the generator's, then to torch's default.
 
-    >>> mask = draw_mask((2, 3, 4, 6), p=0.5, dims=(0, 2, 3), patch=(2, 3))
-    >>> mask.shape
-    torch.Size([2, 1, 4, 6])
+    Examples:
+        >>> mask = draw_mask((2, 3, 4, 6), p=0.5, dims=(0, 2, 3), patch=(2, 3))
+        >>> mask.shape
+        torch.Size([2, 1, 4, 6])
     """
     p = check_p(p)
     lattice = make_lattice(check_shape(shape), dims, patch)
@@ -139,11 +140,12 @@ def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
     half-precision gradient, only their product is. Formally the Jacobian is diag(weight), so the second
     derivative of f(mask_gradient(x, w)) is w_i w_j f_ij.
 
-    >>> x = torch.ones(2, 2, requires_grad=True)
-    >>> mask_gradient(x, torch.tensor([[2.0], [0.0]])).sum().backward()
-    >>> x.grad
-    tensor([[2., 2.],
-            [0., 0.]])
+    Examples:
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> mask_gradient(x, torch.tensor([[2.0], [0.0]])).sum().backward()
+        >>> x.grad
+        tensor([[2., 2.],
+                [0., 0.]])
     """
     check_differentiable(x)
     check_weight(x, weight)
@@ -155,8 +157,9 @@ def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
 def effective_batch_size(batch: float, p: float) -> float:
     """Samples that carry gradient per step on average: `batch * (1 - p)` (paper, section 2.1).
 
-    >>> effective_batch_size(2048, 0.75)
-    512.0
+    Examples:
+        >>> effective_batch_size(2048, 0.75)
+        512.0
     """
     return batch * (1 - float(check_p(p)))
 
@@ -215,7 +218,7 @@ def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
         return product
     if torch.result_type(grad, weight) == grad.dtype:
         return grad * weight
-    return grad.clone().mul_(weight)  # no temporary in the wider dtype
+    return grad.clone().mul_(weight)  # on a GPU without a temporary in the wider dtype
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:

@@ -46,11 +46,12 @@ class Backdrop(nn.Module):
 
     Shape: any, axis 0 being the batch; the output has the same shape, memory and strides.
 
-    >>> layer = Backdrop(0.75, generator=torch.Generator().manual_seed(0))
-    >>> x = torch.ones(8, 2, requires_grad=True)
-    >>> layer(x).sum().backward()
-    >>> x.grad[:, 0]
-    tensor([0., 4., 0., 0., 0., 0., 0., 4.])
+    Examples:
+        >>> layer = Backdrop(0.75, generator=torch.Generator().manual_seed(0))
+        >>> x = torch.ones(8, 2, requires_grad=True)
+        >>> layer(x).sum().backward()
+        >>> x.grad[:, 0]
+        tensor([0., 4., 0., 0., 0., 0., 0., 4.])
     """
 
     _defaults: ClassVar[dict[str, object]] = {"dims": 0, "patch": 1, "exact": False, "scale": "count"}
@@ -167,14 +168,15 @@ class Backdrop2d(_SpatialBackdrop):
 
     Shape: (N, C, H, W).
 
-    >>> layer = Backdrop2d(0.75, patch=2, exact=True, generator=torch.Generator().manual_seed(0))
-    >>> x = torch.ones(1, 3, 4, 4, requires_grad=True)
-    >>> layer(x).sum().backward()
-    >>> x.grad[0, 0]  # one of four patches kept, in all channels
-    tensor([[0., 0., 4., 4.],
-            [0., 0., 4., 4.],
-            [0., 0., 0., 0.],
-            [0., 0., 0., 0.]])
+    Examples:
+        >>> layer = Backdrop2d(0.75, patch=2, exact=True, generator=torch.Generator().manual_seed(0))
+        >>> x = torch.ones(1, 3, 4, 4, requires_grad=True)
+        >>> layer(x).sum().backward()
+        >>> x.grad[0, 0]  # one of four patches kept, in all channels
+        tensor([[0., 0., 4., 4.],
+                [0., 0., 4., 4.],
+                [0., 0., 0., 0.],
+                [0., 0., 0., 0.]])
     """
 
     _spatial = ("H", "W")

@@ -135,10 +135,11 @@ class CosineP(_Ramp):
 class StepP(Schedule):
     """The layer's own p, then from each step in `milestones` the p given there.
 
-    >>> from backdrop import Backdrop2d
-    >>> schedule = StepP([Backdrop2d(0.5)], {2: 0.9, 4: 0.99})
-    >>> [schedule.p_at(step, own=0.5) for step in range(6)]
-    [0.5, 0.5, 0.9, 0.9, 0.99, 0.99]
+    Examples:
+        >>> from backdrop import Backdrop2d
+        >>> schedule = StepP([Backdrop2d(0.5)], {2: 0.9, 4: 0.99})
+        >>> [schedule.p_at(step, own=0.5) for step in range(6)]
+        [0.5, 0.5, 0.9, 0.9, 0.99, 0.99]
     """
 
     def __init__(self, target: nn.Module | Iterable[Backdrop], milestones: Mapping[int, float]) -> None:

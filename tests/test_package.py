@@ -1,0 +1,100 @@
+"""The package as a user meets it: its imports, its documentation, its example."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import backdrop
+from backdrop.functional import draw_mask
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_importing_the_core_imports_torch_and_nothing_else():
+    code = """
+import sys, torch, torch.utils.checkpoint
+before = set(sys.modules)
+import backdrop
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(sorted(new - sys.stdlib_module_names - {"backdrop", "torch"}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.name
+)
+def test_code_in_the_documentation_runs(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_readme_names_both_commands_and_ci_runs_the_tests():
+    readme = (ROOT / "README.md").read_text()
+    assert "make demo" in readme
+    assert "make test" in readme
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 50
+
+
+def test_versions_agree():
+    assert f"version: {backdrop.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {backdrop.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["layer-cpu", "layer-h200"])
+def test_the_benchmark_page_shows_the_measured_figures(name):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for row in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]:
+        cells = [f"{row['megabytes']:.0f} MB {row['dtype']}", row["layer"]]
+        cells += [f"{row['milliseconds']:.3f}", f"{row['time_over_dropout']:.2f}"]
+        if row["graph_milliseconds"] is not None:
+            cells += [f"{row['graph_milliseconds']:.3f}", f"{row['graph_time_over_dropout']:.2f}"]
+        cells += [f"{row['extra_megabytes']:.1f}", f"{row['gradient_and_mask_megabytes']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in page
+
+
+def windows(p, shape, seed, stride, before, size):
+    """The pixels that the kept units of the example's masks see."""
+    mask = draw_mask(shape, p, (0, 2, 3), exact=True, generator=torch.Generator().manual_seed(seed))[0, 0]
+    pixels = torch.zeros(1024, 1024, dtype=torch.bool)
+    for i, j in mask.nonzero().tolist():
+        rows, columns = (slice(max(0, k * stride - before), k * stride - before + size) for k in (i, j))
+        pixels[rows, columns] = True
+    return pixels
+
+
+def test_the_example_shows_patches_at_both_scales(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["example", "--output", str(tmp_path / "picture.png")])
+    example = runpy.run_path(str(ROOT / "examples" / "01_where_gradients_go.py"))
+    example["main"]()
+    assert (tmp_path / "picture.png").stat().st_size > 50_000
+    assert "bit for bit" in capsys.readouterr().out
+
+    image = torch.randn(1, 1, 1024, 1024)
+    fine = windows(0.99, (1, 32, 64, 64), seed=1, stride=16, before=5, size=26)
+    coarse = windows(0.75, (1, 4, 4, 4), seed=2, stride=256, before=5, size=266)
+    expected = {"no mask": torch.ones_like(fine), "fine mask": fine, "coarse mask": coarse}
+    for title, p_fine, p_coarse in example["CASES"]:
+        _, gradient = example["input_gradient"](image, p_fine, p_coarse)
+        if title == "both masks":
+            assert 0 < gradient.count_nonzero() < fine.sum()
+            assert not gradient[~(fine & coarse)].any()
+        else:
+            assert torch.equal(gradient > 0, expected[title])
