@@ -202,6 +202,7 @@ LAYOUTS = [
     ((4, 3, 8, 10), (1, 1, 8, 10), torch.channels_last),
     ((4, 3, 8, 10), (1, 3, 1, 10), torch.channels_last),
     ((2, 3, 4, 5, 6), (2, 1, 4, 5, 6), torch.channels_last_3d),
+    ((2, 3, 4, 5, 6), (2, 1, 4, 1, 6), None),
     ((1, 1, 1), (1, 1, 1), None),
     ((0, 3), (0, 1), None),
     ((5000, 7), (5000, 1), None),
@@ -250,7 +251,8 @@ def test_kernels_are_used_where_they_apply(monkeypatch):
         assert _kernels.multiply(grad, weight) is not None
         assert _kernels.multiply(grad.to(memory_format=torch.channels_last), weight) is not None
         assert _kernels.multiply(grad, torch.rand(4, 1, 1, 1, device="cuda")) is not None
-        assert _kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is None
+        assert _kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is not None
+        assert _kernels.multiply(grad[:, :, ::2], weight[:, :, ::2]) is None
     assert _kernels.weigh(torch.rand(2, 3, device="cuda"), 0.5, 1.0, True) is not None
     assert _kernels.weigh(torch.rand(1, 2**16 + 1, device="cuda"), 0.5, 1.0, True) is None
 

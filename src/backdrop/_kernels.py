@@ -57,26 +57,30 @@ def _usable(x: Tensor) -> bool:
     )
 
 
-def _layout(grad: Tensor, weight: Tensor) -> tuple[int, int] | None:
-    """(shared, inner) if memory holds `grad` as (outer, shared, inner) and `weight` as (outer, inner), else None."""
+def _layout(grad: Tensor, weight: Tensor) -> tuple[int, int, int] | None:
+    """(outer, shared, inner) if memory holds `grad` as (any, outer, shared, inner) and `weight` as (outer, inner)."""
     if not grad.is_contiguous():
         order = sorted(range(grad.ndim), key=grad.stride, reverse=True)
         grad, weight = grad.permute(order), weight.permute(order)
     if not grad.is_contiguous() or not weight.is_contiguous():
         return None
-    shared, inner, reached = 1, 1, "inner"
+    outer = shared = inner = 1
+    reached = 0  # going outwards: 0 inner, 1 shared, 2 outer, 3 the rest
     for size, weights in zip(reversed(grad.shape), reversed(weight.shape), strict=True):
         if size == 1:
             continue
-        if weights == 1:
-            if reached == "outer":
-                return None
-            shared, reached = shared * size, "shared"
-        elif reached == "inner":
+        is_shared = weights == 1
+        if is_shared != (reached % 2 == 1):
+            reached += 1
+        if reached > 3:
+            return None
+        if reached == 0:
             inner *= size
-        else:
-            reached = "outer"
-    return shared, inner
+        elif reached == 1:
+            shared *= size
+        elif reached == 2:
+            outer *= size
+    return outer, shared, inner
 
 
 @functools.cache
@@ -88,7 +92,7 @@ def _triton() -> Any:
         return None
     x = torch.ones(1, 1, device="cuda")
     try:
-        kernels.multiply[(1,)](torch.empty_like(x), x, x, 1, 1, 1, BLOCK=MULTIPLY_BLOCK)
+        kernels.multiply[(1,)](torch.empty_like(x), x, x, 1, 1, 1, 1, BLOCK=MULTIPLY_BLOCK)
         kernels.weigh[(1,)](x, 1, 0.5, 1.0, PER_COUNT=True, BLOCK=WEIGH_BLOCK)
     except Exception as error:  # no C compiler, an unsupported GPU: torch's own operations still work
         warnings.warn(f"Triton cannot build kernels here, so Backdrop is slower than it can be: {error}", stacklevel=2)

@@ -6,11 +6,11 @@ import triton.language as tl
 
 
 @triton.jit
-def multiply(product, grad, weight, count, shared, inner, BLOCK: tl.constexpr):  # noqa: N803
-    """`product = grad * weight` for `grad` (outer, shared, inner) and `weight` (outer, inner)."""
+def multiply(product, grad, weight, count, outer, shared, inner, BLOCK: tl.constexpr):  # noqa: N803
+    """`product = grad * weight` for `grad` (any, outer, shared, inner) and `weight` (outer, inner)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    factor = tl.load(weight + at // inner // shared * inner + at % inner, mask=inside)
+    factor = tl.load(weight + at // inner // shared % outer * inner + at % inner, mask=inside)
     value = tl.load(grad + at, mask=inside).to(tl.float32) * factor
     tl.store(product + at, value.to(product.dtype.element_ty), mask=inside)
 
