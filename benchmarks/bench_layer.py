@@ -26,7 +26,10 @@ from torch import nn
 from backdrop import Backdrop2d
 
 P = 0.9
-SHAPES = {"cpu": [(16, 64, 256, 256)], "cuda": [(16, 64, 256, 256), (64, 64, 512, 512)]}  # 256 MiB, 4 GiB in float32
+SHAPES = {
+    "cpu": [(16, 64, 256, 256)],
+    "cuda": [(16, 64, 256, 256), (16, 64, 512, 512), (64, 64, 512, 512)],
+}  # 1/4, 1, 4 GiB
 
 
 class CloneAndMultiply(nn.Module):

@@ -77,6 +77,12 @@ REFUSED = [
     (lambda: mask_gradient(X, torch.ones(8, device=META)), ValueError, ["weight", "device", "cpu", "meta"]),
     # generator
     (lambda: backdrop(X, 0.5, generator=0), TypeError, ["generator", "torch.Generator", "int"]),
+    (lambda: Backdrop(generator=0), TypeError, ["generator", "torch.Generator", "int"]),
+    (
+        lambda: draw_mask((3,), 0.5, generator=torch.Generator(), device="cuda:1"),
+        ValueError,
+        ["generator", "cuda:1, but got one on cpu", "torch.Generator(device='cuda:1')"],
+    ),
     # schedules
     (lambda: ConstantP(nn.ReLU(), 0.5), ValueError, ["target", "at least one", "none"]),
     (lambda: ConstantP([nn.ReLU()], 0.5), TypeError, ["target", "Backdrop layers", "ReLU"]),

@@ -113,15 +113,18 @@ def check_weight(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"weight has to be on the device of x, {x.device}, but got it on {weight.device}")
 
 
+def check_generator(generator: torch.Generator | None) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator has to be a torch.Generator or None, but got {type(generator).__name__}")
+
+
 def check_devices(p: Probability, generator: torch.Generator | None, device: torch.device) -> None:
-    if generator is not None:
-        if not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator has to be a torch.Generator or None, but got {type(generator).__name__}")
-        if device.type != "meta" and not _same_device(generator.device, device):
-            raise ValueError(
-                f"generator has to be on the device of the mask, {device}, but got one on {generator.device}; "
-                f"make it with torch.Generator(device={str(device)!r})"
-            )
+    check_generator(generator)
+    if generator is not None and device.type != "meta" and not _same_device(generator.device, device):
+        raise ValueError(
+            f"generator has to be on the device of the mask, {device}, but got one on {generator.device}; "
+            f"make it with torch.Generator(device={str(device)!r})"
+        )
     if isinstance(p, Tensor) and p.device.type != "cpu" and not _same_device(p.device, device):
         raise ValueError(f"p has to be on the CPU or on the device of the mask, {device}, but got it on {p.device}")
 

@@ -21,7 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from backdrop import functional
-from backdrop._checks import Dims, Patch, Probability, Scale, check_dims, check_p, check_patch, check_scale
+from backdrop._checks import (
+    Dims,
+    Patch,
+    Probability,
+    Scale,
+    check_dims,
+    check_generator,
+    check_p,
+    check_patch,
+    check_scale,
+)
 
 __all__ = ["Backdrop", "Backdrop1d", "Backdrop2d", "Backdrop3d"]
 
@@ -76,6 +86,7 @@ class Backdrop(nn.Module):
         check_dims(dims)
         check_patch(patch)
         check_scale(scale)
+        check_generator(generator)
         self._p = check_p(p)
         self.dims = dims
         self.patch = patch
@@ -85,6 +96,7 @@ class Backdrop(nn.Module):
 
     @property
     def p(self) -> Probability:
+        """Probability that a unit's gradient is dropped; checked when it is assigned."""
         return self._p
 
     @p.setter
