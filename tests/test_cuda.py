@@ -266,3 +266,10 @@ def test_beyond_32_bit_indices():
     for sample in range(3):
         for channel in range(2):
             assert torch.equal(gradient[sample, channel], weight[sample, 0].to(torch.bfloat16))
+
+
+def test_backward_through_vmap():
+    # The multiply kernel sees the batch that vmap hides from the layer, and weights without it.
+    x = torch.randn(4, 64, 40_000, device="cuda", requires_grad=True)
+    torch.func.vmap(Backdrop(0.5, exact=True), randomness="same")(x).sum().backward()
+    assert torch.equal((x.grad == 2).sum((1, 2)), torch.full((4,), 32 * 40_000, device="cuda"))

@@ -259,6 +259,15 @@ def test_vmap_over_inputs_and_weights():
     torch.testing.assert_close(vmap(gradient, in_dims=(2, None))(x, w[0, 0, :1]), 2 * x.movedim(2, 0) * w[0, 0, 0])
     torch.testing.assert_close(vmap(gradient, in_dims=(None, 0))(x[0], w), 2 * x[0] * w)
     torch.testing.assert_close(vmap(gradient, in_dims=(1, None))(x, w[0, 0]), 2 * x.movedim(1, 0) * w[0, 0])
+    torch.testing.assert_close(vmap(gradient, in_dims=(0, 2))(x, w.movedim(0, 2)), 2 * x * w)
+
+
+@pytest.mark.parametrize(("randomness", "masks"), [("same", 1), ("different", 30)])
+def test_backward_through_vmap(randomness, masks):
+    x = torch.randn(30, 16, 2, requires_grad=True)
+    vmap(Backdrop(0.5, exact=True), randomness=randomness)(x).sum().backward()
+    assert torch.equal((x.grad == 2).sum((1, 2)), torch.full((30,), 16))
+    assert x.grad.unique(dim=0).shape[0] == masks
 
 
 # --- activation checkpointing ---------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class _TransformableMaskGradient(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
         x_dim, weight_dim = in_dims
         x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        weight = weight if weight_dim is None else weight.movedim(weight_dim, 0)
+        weight = weight.unsqueeze(0) if weight_dim is None else weight.movedim(weight_dim, 0)
         return _apply(x, weight), 0
 
 
