@@ -9,6 +9,7 @@ time the host needs to launch them. Extra memory is the peak above the input and
 """
 
 import argparse
+import ctypes
 import json
 import math
 import platform
@@ -128,6 +129,7 @@ def extra_bytes(layer, x, upstream):
     def kilobytes(field):
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
 
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed and the C library still holds
     clear.write_text("5")  # Linux: sets the peak back to what is resident now
     before = kilobytes("VmRSS:")
     step(layer, x, upstream)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from backdrop import effective_batch_size
+from backdrop import effective_batch_size, functional
 from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
 from oracle import weights
 
@@ -250,6 +250,23 @@ def test_weight_may_have_fewer_axes_and_any_real_dtype():
         (gradient,) = torch.autograd.grad(mask_gradient(x, weight).sum(), x)
         assert torch.equal(gradient, weight.to(x.dtype).expand(4, 3))
         assert gradient.dtype == x.dtype
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.tuples(*(st.sampled_from([1, size]) for size in shape)))
+    ),
+    st.integers(1, 40),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_half_precision_in_parts_equals_the_whole(shapes, part, dtype):
+    shape, weight_shape = shapes
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    upstream, weight = torch.randn(shape, dtype=dtype), torch.rand(weight_shape) * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "PART", part)
+        (gradient,) = torch.autograd.grad(mask_gradient(x, weight), x, upstream)
+    assert torch.equal(gradient, (upstream.float() * weight).to(dtype))
 
 
 def test_complex_input():

@@ -57,7 +57,7 @@ def draw_units(
     elif exact:
         count = max(1, round(size * (1 - p)))
         largest = u.topk(count, sorted=False).indices
-        return torch.zeros_like(u, dtype=dtype).scatter(1, largest, numerator / count if per_count else numerator)
+        return _put(torch.zeros_like(u, dtype=dtype), largest, numerator / count if per_count else numerator)
     else:
         weights = _kernels.weigh(u, p, numerator, per_count) if dtype == u.dtype else None
         if weights is not None:
@@ -72,7 +72,13 @@ def _keep(u: Tensor, p: Probability) -> Tensor:
     """Bernoulli units, never empty: where any passes the threshold the largest does too; where none does, the largest
     is a uniform choice."""
     largest = u.argmax(1, keepdim=True)
-    return u.ge_(p).scatter(1, largest, 1.0)
+    return _put(u.ge_(p), largest, 1.0)
+
+
+def _put(units: Tensor, index: Tensor, value: float) -> Tensor:
+    if torch._C._are_functorch_transforms_active():
+        return units.scatter(1, index, value)  # vmap has no rule for the form in place
+    return units.scatter_(1, index, value)
 
 
 def _keep_exactly(u: Tensor, p: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ from backdrop._draw import draw_units, is_zero, make_lattice, spread
 
 __all__ = ["backdrop", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
+PART = 2**18  # elements that are multiplied at a time where dtypes are mixed on a CPU
+
 
 def backdrop(
     x: Tensor,
@@ -218,7 +220,24 @@ def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
         return product
     if torch.result_type(grad, weight) == grad.dtype:
         return grad * weight
-    return grad.clone().mul_(weight)  # on a GPU without a temporary in the wider dtype
+    plain = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    if plain or not grad.is_cpu or grad.numel() <= PART:
+        return grad.clone().mul_(weight)
+    product = torch.empty_like(grad)
+    _multiply_in_parts(product, grad, weight)
+    return product
+
+
+def _multiply_in_parts(product: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """On a CPU torch makes copies in the wider dtype; part by part they stay small and in cache."""
+    if grad.numel() <= PART:
+        torch.mul(grad, weight, out=product)
+        return
+    axis = next(axis for axis, size in enumerate(grad.shape) if size > 1)
+    parts = min(grad.shape[axis], -(-grad.numel() // PART))
+    weight = weight.expand([size if i == axis else -1 for i, size in enumerate(grad.shape)])
+    for part in zip(*(tensor.tensor_split(parts, axis) for tensor in (product, grad, weight)), strict=True):
+        _multiply_in_parts(*part)
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:
