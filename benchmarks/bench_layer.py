@@ -4,7 +4,8 @@
 
 Time is that of one forward and one backward pass, the median over rounds in which the layers take turns; on a GPU the
 steps of a round are queued without waiting in between, and "graph" replays them as a CUDA graph, which leaves out the
-time the host needs to launch them. Extra memory is the peak above the input and the incoming gradient. Goals: at most
+time the host needs to launch them. A second table compares the backward multiply alone with a copy of the gradient and
+with torch's own multiply. Extra memory is the peak above the input and the incoming gradient. Goals: at most
 0.6 of the time of nn.Dropout; extra memory at most the mask and the returned gradient.
 """
 
@@ -24,7 +25,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from backdrop import Backdrop2d
+from backdrop import Backdrop2d, functional
+from backdrop.functional import draw_weight
 
 P = 0.9
 SHAPES = {
@@ -165,6 +167,42 @@ def measure(shape, device, dtype, rounds, steps):
     ]
 
 
+def measure_multiply(shape, device, dtype, rounds, steps):
+    """The backward pass alone: gradient times float32 weight, rounded to the gradient's dtype."""
+    cuda = device == "cuda"
+    grad = torch.randn(shape, device=device, dtype=dtype)
+    weight = draw_weight(shape, P, (0, 2, 3), device=device)
+    runs = {
+        "copy": grad.clone,
+        "torch": (lambda: grad * weight) if dtype == torch.float32 else (lambda: grad.clone().mul_(weight)),
+        "Backdrop2d": lambda: functional._multiply(grad, weight),
+    }
+    with torch.no_grad():
+        times = medians(runs, rounds, steps, cuda, f"multiply {shape} {dtype}")
+    return {
+        "megabytes": grad.numel() * dtype.itemsize / 1e6,
+        "dtype": str(dtype).removeprefix("torch."),
+        "copy_milliseconds": times["copy"] * 1e3,
+        "torch_over_copy": times["torch"] / times["copy"],
+        "backdrop_over_copy": times["Backdrop2d"] / times["copy"],
+    }
+
+
+def show_multiply(rows):
+    table = Table(title="Backward multiply alone, against a copy of the gradient")
+    columns = {
+        "tensor": "{megabytes:.0f} MB {dtype}",
+        "copy ms": "{copy_milliseconds:.3f}",
+        "torch / copy": "{torch_over_copy:.2f}",
+        "Backdrop2d / copy": "{backdrop_over_copy:.2f}",
+    }
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(text.format(**row) for text in columns.values()))
+    Console(width=130).print(table)
+
+
 def show(rows):
     table = Table(title=f"Forward + backward, p={P}, {rows[0]['device']}, torch {torch.__version__}")
     columns = {
@@ -193,19 +231,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
+    steps = 20 if arguments.device == "cuda" else 1
     rows = [
         row
         for shape in SHAPES[arguments.device]
         for dtype in (torch.float32, torch.bfloat16)
-        for row in measure(
-            shape, arguments.device, dtype, arguments.rounds, steps=20 if arguments.device == "cuda" else 1
-        )
+        for row in measure(shape, arguments.device, dtype, arguments.rounds, steps)
+    ]
+    multiply = [
+        measure_multiply(SHAPES[arguments.device][0], arguments.device, dtype, arguments.rounds, steps)
+        for dtype in (torch.float32, torch.bfloat16)
     ]
     show(rows)
+    show_multiply(multiply)
     if arguments.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         arguments.json.write_text(
-            json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
+            json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows, "multiply": multiply}, indent=1)
         )
 
 

@@ -60,12 +60,17 @@ def test_versions_agree():
 @pytest.mark.parametrize("name", ["layer-cpu", "layer-h200"])
 def test_the_benchmark_page_shows_the_measured_figures(name):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for row in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]:
+    figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    for row in figures["rows"]:
         cells = [f"{row['megabytes']:.0f} MB {row['dtype']}", row["layer"]]
         cells += [f"{row['milliseconds']:.3f}", f"{row['time_over_dropout']:.2f}"]
         if row["graph_milliseconds"] is not None:
             cells += [f"{row['graph_milliseconds']:.3f}", f"{row['graph_time_over_dropout']:.2f}"]
         cells += [f"{row['extra_megabytes']:.1f}", f"{row['gradient_and_mask_megabytes']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in page
+    for row in figures["multiply"]:
+        cells = [f"{row['megabytes']:.0f} MB {row['dtype']}", f"{row['copy_milliseconds']:.3f}"]
+        cells += [f"{row['torch_over_copy']:.2f}", f"{row['backdrop_over_copy']:.2f}"]
         assert f"| {' | '.join(cells)} |" in page
 
 

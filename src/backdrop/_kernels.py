@@ -1,7 +1,7 @@
 """Faster ways on a GPU, where Triton is there, as it is in torch's CUDA builds. None means: leave it to torch.
 
 `multiply` takes as long as a copy; torch's broadcasting multiply takes 1.6 times as long in float32, and 6 times in
-bfloat16 with a float32 weight. `weigh` is one launch instead of seven. The plain forms in `functional` and `_draw` say
+bfloat16 with a float32 weight. `weigh` is one launch instead of six. The plain forms in `functional` and `_draw` say
 what is computed; tests/test_cuda.py compares the two bit for bit, and benchmarks/bench_layer.py times them.
 """
 
