@@ -188,40 +188,33 @@ def measure_multiply(shape, device, dtype, rounds, steps):
     }
 
 
-def show_multiply(rows):
-    table = Table(title="Backward multiply alone, against a copy of the gradient")
-    columns = {
-        "tensor": "{megabytes:.0f} MB {dtype}",
-        "copy ms": "{copy_milliseconds:.3f}",
-        "torch / copy": "{torch_over_copy:.2f}",
-        "Backdrop2d / copy": "{backdrop_over_copy:.2f}",
-    }
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*(text.format(**row) for text in columns.values()))
-    Console(width=130).print(table)
+LAYER_COLUMNS = {
+    "tensor": "{megabytes:.0f} MB {dtype}",
+    "layer": "{layer}",
+    "ms": "{milliseconds:.3f}",
+    "/ Dropout": "{time_over_dropout:.2f}",
+    "graph ms": "{graph_milliseconds:.3f}",
+    "graph / Dropout": "{graph_time_over_dropout:.2f}",
+    "extra MB": "{extra_megabytes:.1f}",
+    "gradient + mask MB": "{gradient_and_mask_megabytes:.1f}",
+}
+MULTIPLY_COLUMNS = {
+    "tensor": "{megabytes:.0f} MB {dtype}",
+    "copy ms": "{copy_milliseconds:.3f}",
+    "torch / copy": "{torch_over_copy:.2f}",
+    "Backdrop2d / copy": "{backdrop_over_copy:.2f}",
+}
 
 
-def show(rows):
-    table = Table(title=f"Forward + backward, p={P}, {rows[0]['device']}, torch {torch.__version__}")
-    columns = {
-        "tensor": "{megabytes:.0f} MB {dtype}",
-        "layer": "{layer}",
-        "ms": "{milliseconds:.3f}",
-        "/ Dropout": "{time_over_dropout:.2f}",
-        "graph ms": "{graph_milliseconds:.3f}",
-        "graph / Dropout": "{graph_time_over_dropout:.2f}",
-        "extra MB": "{extra_megabytes:.1f}",
-        "gradient + mask MB": "{gradient_and_mask_megabytes:.1f}",
-    }
-    if rows[0]["graph_milliseconds"] is None:
-        del columns["graph ms"], columns["graph / Dropout"]
+def show(title, columns, rows, section):
+    """Print a table, with a line after every `section` rows and "-" for what could not be measured."""
+    table = Table(title=title)
     for heading in columns:
         table.add_column(heading, justify="left" if heading in ("tensor", "layer") else "right")
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows, start=1):
         known = {key: math.nan if value is None else value for key, value in row.items()}
-        table.add_row(*(text.format(**known) for text in columns.values()), end_section=(i + 1) % len(LAYERS) == 0)
+        cells = [text.format(**known).replace("nan", "-") for text in columns.values()]
+        table.add_row(*cells, end_section=i % section == 0)
     Console(width=130).print(table)
 
 
@@ -242,8 +235,9 @@ def main():
         measure_multiply(SHAPES[arguments.device][0], arguments.device, dtype, arguments.rounds, steps)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    show(rows)
-    show_multiply(multiply)
+    title = f"Forward + backward, p={P}, {rows[0]['device']}, torch {torch.__version__}"
+    show(title, LAYER_COLUMNS, rows, section=len(LAYERS))
+    show("Backward multiply alone, against a copy of the gradient", MULTIPLY_COLUMNS, multiply, section=len(multiply))
     if arguments.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         arguments.json.write_text(

@@ -169,6 +169,16 @@ def test_autocast(dtype):
     assert torch.equal(hidden.grad, (plain.grad * weight).to(dtype))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_normalisation_couples_positions_in_training_only(training):
+    network = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4).train(training), Backdrop2d(0.75, generator=seeded()))
+    x = torch.randn(2, 1, 8, 8, requires_grad=True)
+    network(x).square().sum().backward()
+    dropped = ~draw_mask((2, 4, 8, 8), 0.75, (0, 2, 3), generator=seeded())
+    assert x.grad[~dropped].all()
+    assert x.grad[dropped].all() if training else not x.grad[dropped].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "shape", "layout"),
@@ -324,7 +334,6 @@ def fresh_compiler():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("patch", [1, 2])
@@ -348,7 +357,6 @@ def test_compiled_layers_draw_fresh_masks_and_never_recompile(backend, exact, pa
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("tensor", "graphs"), [(True, 1), (False, 3)])
 def test_a_schedule_does_not_recompile_at_every_step(exact, tensor, graphs):
@@ -374,7 +382,6 @@ def test_a_schedule_does_not_recompile_at_every_step(exact, tensor, graphs):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 @pytest.mark.parametrize("order", ["grad", "vmap(grad)", "grad(vmap)"])
 def test_compiled_transforms_are_right_or_refused(order):
     layer = Backdrop(0.5, exact=True)
@@ -395,7 +402,6 @@ def test_compiled_transforms_are_right_or_refused(order):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_model_with_a_generator_takes_its_masks_from_it():
     layer = Backdrop(0.5, generator=seeded())
     compiled = torch.compile(layer, backend="aot_eager")  # torch cannot trace a generator: no fullgraph
@@ -406,7 +412,6 @@ def test_compiled_model_with_a_generator_takes_its_masks_from_it():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it exports
 def test_export_in_eval_leaves_no_trace_of_the_layer():
     network = nn.Sequential(nn.Linear(3, 3), Backdrop(0.5), nn.ReLU()).eval()
     plain = nn.Sequential(network[0], network[2]).eval()
