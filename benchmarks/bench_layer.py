@@ -115,14 +115,14 @@ def medians(runs, rounds, steps, cuda, label):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def extra_bytes(layer, x, upstream):
-    """Peak memory of one step above what was there before; None where the system does not tell."""
-    step(layer, x, upstream)
+def peak_bytes(run, x):
+    """Peak memory of a step on the device of `x` above what was there before; None where the system does not tell."""
+    run()
     if x.is_cuda:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        step(layer, x, upstream)
+        run()
         return torch.cuda.max_memory_allocated() - before
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not clear.exists():
@@ -134,7 +134,7 @@ def extra_bytes(layer, x, upstream):
     ctypes.CDLL(None).malloc_trim(0)  # what earlier steps freed and the C library still holds
     clear.write_text("5")  # Linux: sets the peak back to what is resident now
     before = kilobytes("VmRSS:")
-    step(layer, x, upstream)
+    run()
     return (kilobytes("VmHWM:") - before) * 1024
 
 
@@ -146,7 +146,7 @@ def measure(shape, device, dtype, rounds, steps):
     label = f"{shape} {dtype}"
     eager = medians(runs, rounds, steps, cuda, label)
     graph = medians({name: captured(run) for name, run in runs.items()}, rounds, steps, cuda, label) if cuda else {}
-    extra = {name: extra_bytes(layer, x, upstream) for name, layer in layers.items()}
+    extra = {name: peak_bytes(run, x) for name, run in runs.items()}
     size = x.numel() * dtype.itemsize
     mask = x[:, :1].numel() * 4
     return [

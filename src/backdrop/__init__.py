@@ -8,14 +8,17 @@ Backdrop2d(p=0.99, patch=4)
 from backdrop import functional, schedules
 from backdrop.functional import effective_batch_size
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
+from backdrop.skip import Skip, skip_blocked
 
 __all__ = [
     "Backdrop",
     "Backdrop1d",
     "Backdrop2d",
     "Backdrop3d",
+    "Skip",
     "effective_batch_size",
     "functional",
     "schedules",
+    "skip_blocked",
 ]
 __version__ = "0.1.0"

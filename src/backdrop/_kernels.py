@@ -17,6 +17,11 @@ from torch import Tensor
 MULTIPLY_BLOCK = 1024
 MULTIPLY_LEAST = 2**23  # elements: for fewer, launching the kernel takes the host longer than the GPU gains
 WEIGH_BLOCK = 4096
+FINISH_BLOCK = 2048  # numbers that a program works on at a time
+FINISH_CHANNELS = 2048
+FINISH_PROGRAMS = 528  # that each take a share of the rows for sums: a few per multiprocessor
+MOMENTS_BLOCK = 2048  # numbers that a program looks at together
+MOMENTS_SHARES = 16  # programs per channel
 WEIGH_MOST = 2**16  # units in a group: one program walks through them
 
 
@@ -44,6 +49,127 @@ def weigh(u: Tensor, p: float, numerator: float, per_count: bool) -> Tensor | No
         return None
     _triton().weigh[(groups,)](u, size, p, numerator, PER_COUNT=per_count, BLOCK=WEIGH_BLOCK)
     return u
+
+
+def finish(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Any) -> Tensor | None:
+    """`backdrop.skip.finish` for channels that vary fastest in memory."""
+    rows = _rows(x)
+    if rows is None:
+        return None
+    y = torch.empty_like(x)
+    grid, *sizes = rows
+    _triton().finish[(grid,)](
+        *(y, x, scale, shift, how.inside, *sizes, how.fill),
+        RELU_FIRST=how.relu_first,
+        NORM=scale is not None,
+        RELU_LAST=how.relu_last,
+        INSIDE=how.inside is not None,
+        **_block(x),
+    )
+    return y
+
+
+def finish_backward(
+    dy: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Any, wanted: bool
+) -> tuple[Tensor | None, Any] | None:
+    """Its gradients: that of x if it is wanted, and per channel the sums of dy and of dy times the normalised x."""
+    rows = _rows(x)
+    if rows is None:
+        return None
+    grid, *sizes = rows
+    dy = _like(dy, x)
+    mean, inverse_std = how.moments or (None, None)
+    flags = {"RELU_FIRST": how.relu_first, "RELU_LAST": how.relu_last, "INSIDE": how.inside is not None, **_block(x)}
+    sums = None
+    if how.moments is not None:
+        programs = min(grid, FINISH_PROGRAMS)
+        parts = torch.empty(programs, 2, x.shape[1], device=x.device)
+        _triton().finish_sums[(programs,)](parts, dy, x, mean, inverse_std, scale, shift, how.inside, *sizes, **flags)
+        sums = parts.sum(0)
+    if not wanted:
+        return None, sums
+    dx = torch.empty_like(x)
+    spread = sums / how.cells if how.cells is not None else None
+    flags |= {"NORM": scale is not None, "SPREAD": spread is not None}
+    _triton().finish_backward[(grid,)](dx, dy, x, mean, inverse_std, scale, shift, spread, how.inside, *sizes, **flags)
+    return dx, sums
+
+
+def normalise(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Any, out: Tensor | None = None
+) -> Tensor | None:
+    """The same for a normalisation alone, with the kernels of torch's SyncBatchNorm, in any layout."""
+    if not x.is_cuda or how.moments is None or how.relu_first or how.relu_last or how.inside is not None:
+        return None
+    mean, inverse_std = how.moments
+    return torch.batch_norm_elemt(x, gamma, beta, mean, inverse_std, 0.0, out=out)
+
+
+def normalise_backward(
+    dy: Tensor, x: Tensor, gamma: Tensor | None, how: Any, wanted: bool
+) -> tuple[Tensor | None, Any] | None:
+    if not x.is_cuda or how.moments is None or how.cells is None or how.relu_first or how.relu_last:
+        return None
+    if how.inside is not None:
+        return None
+    mean, inverse_std = how.moments
+    sum_dy, sum_dy_x, dgamma, dbeta = torch.batch_norm_backward_reduce(
+        dy, x, mean, inverse_std, gamma, True, True, True
+    )
+    if not wanted:
+        return None, (dbeta, dgamma)
+    cells = torch.full((1,), how.cells, dtype=torch.int32, device=x.device)
+    dx = torch.batch_norm_backward_elemt(dy, x, mean, inverse_std, gamma, sum_dy, sum_dy_x, cells)
+    return dx, (dbeta, dgamma)
+
+
+def moments(
+    parts: list[Tensor], eps: float, running: tuple[Tensor, Tensor] | None, momentum: float
+) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1/sqrt(variance + eps) per channel of a batch in parts, each (samples, channels, cells) in memory; the
+    running statistics take them up."""
+    for x in parts:
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not x.is_contiguous() or not _usable(x):
+            return None
+    if running is not None and running[0].dtype != torch.float32:
+        return None
+    channels = parts[0].shape[1]
+    found = torch.empty(len(parts) * MOMENTS_SHARES, 3, channels, device=parts[0].device)
+    for i, x in enumerate(parts):
+        cells = x[0, 0].numel()
+        block = min(1 << (cells - 1).bit_length(), MOMENTS_BLOCK)
+        _triton().moments[(channels, MOMENTS_SHARES)](
+            found[i * MOMENTS_SHARES :], x, len(x), channels, cells, ROWS=MOMENTS_BLOCK // block, CELLS=block
+        )
+    mean, inverse_std = torch.empty(2, channels, device=found.device).unbind()
+    _triton().join_moments[(-(-channels // 64),)](
+        *(mean, inverse_std, *(running or (None, None)), found, len(found), channels, eps, momentum),
+        TRACK=running is not None,
+        CHANNELS=64,
+    )
+    return mean, inverse_std
+
+
+def _rows(x: Tensor) -> tuple[int, ...] | None:
+    """Programs, rows, channels, height and width of windows whose channels vary fastest; None for any others."""
+    if x.ndim != 4 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not _usable(x):
+        return None
+    if not x.permute(0, 2, 3, 1).is_contiguous() or x.shape[1] > FINISH_CHANNELS:
+        return None
+    windows, channels, height, width = x.shape
+    rows = windows * height * width
+    if rows >= 2**31 - FINISH_BLOCK:
+        return None
+    return -(-rows // _block(x)["ROWS"]), rows, channels, height, width
+
+
+def _block(x: Tensor) -> dict[str, int]:
+    channels = 1 << (x.shape[1] - 1).bit_length()
+    return {"ROWS": max(1, FINISH_BLOCK // channels), "CHANNELS": channels}
+
+
+def _like(dy: Tensor, x: Tensor) -> Tensor:
+    return dy if dy.stride() == x.stride() else torch.empty_like(x, dtype=dy.dtype).copy_(dy)
 
 
 def _usable(x: Tensor) -> bool:

@@ -119,6 +119,21 @@ class Backdrop(nn.Module):
             generator=self.generator,
         )
 
+    def draw_weight(self, x: Tensor) -> Tensor:
+        """Draw what the gradient of `x` would be multiplied by; the same random numbers as a call uses."""
+        dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
+        return functional.draw_weight(
+            x.shape,
+            self._p,
+            self.dims,
+            patch=self.patch,
+            exact=self.exact,
+            scale=self.scale,
+            generator=self.generator,
+            device=x.device,
+            dtype=dtype,
+        )
+
     def extra_repr(self) -> str:
         p = f"tensor({self._p.item():.7g})" if isinstance(self._p, Tensor) and not self._p.is_meta else self._p
         settings = {name: getattr(self, name) for name, default in self._defaults.items()}
@@ -154,10 +169,17 @@ class _SpatialBackdrop(Backdrop):
         return isinstance(self.dims, tuple) and 0 not in self.dims
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_rank(x)
+        return super().forward(x)
+
+    def draw_weight(self, x: Tensor) -> Tensor:
+        self._check_rank(x)
+        return super().draw_weight(x)
+
+    def _check_rank(self, x: Tensor) -> None:
         if x.ndim != 2 + len(self._spatial):
             expected = ", ".join(("N", "C", *self._spatial))
             raise ValueError(f"{type(self).__name__} expects input ({expected}), but got shape {tuple(x.shape)}")
-        return super().forward(x)
 
 
 class Backdrop1d(_SpatialBackdrop):

@@ -1,0 +1,229 @@
+"""What skipping saves: a training step with plain masks, with Skip, and with two ways to save memory alone, in one run.
+
+    python benchmarks/bench_skip.py [--device cuda] [--json FILE] [--plot FOLDER]
+
+Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
+`skip_blocked(model)`, of the plain model inside torch.utils.checkpoint, of the plain model recomputed part by part as
+GradCache does it, and the forward pass alone without gradients, which is the limit. Time is the median over rounds
+in which they take turns; memory is the peak above what lay there before the step. Goals stand in GOALS.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from backdrop import Backdrop, Backdrop2d, skip_blocked
+from bench_layer import peak_bytes
+
+GOALS = {  # case: (times faster than plain, memory over plain's, memory over that of the forward pass)
+    "All-CNN, GroupNorm, 256 images, p=0.94, cpu": (2.5, None, None),
+    "All-CNN, GroupNorm, 256 images, p=0.5, cpu": (1.6, None, None),
+    "All-CNN, BatchNorm sampled, 2048 images, p=0.94, cuda": (2.1, 0.25, None),
+    "All-CNN, no norm, 2048 images, p=0.97, cuda": (2.4, 0.15, None),
+    "GP, BatchNorm sampled, 4 x 1024^2, p=(0.999, 0.94), cuda": (2.5, None, 1.1),
+    "GP, BatchNorm sampled, 4 x 1024^2, p=(0.99, 0.94), cuda": (1.6, None, 1.1),
+    "GP, BatchNorm sampled, 4 x 1024^2, p=(0.999, 0.94), Bernoulli, cuda": (2.5 / 1.1, None, 1.1),
+    "GP, BatchNorm sampled, 4 x 1024^2, p=(0.99, 0.94), Bernoulli, cuda": (1.6 / 1.1, None, 1.1),
+    "GP, BatchNorm sampled, 1 x 512^2, p=(0.999, 0.94), cpu": (2.0, None, None),
+}
+NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(8, channels), "no norm": None}
+
+
+def conv(inputs, outputs, norm, stride=1, padding=1):
+    layers = [nn.Conv2d(inputs, outputs, 3, stride, padding), nn.ReLU()]
+    return layers if norm is None else [*layers, norm(outputs)]
+
+
+def all_cnn(norm, mask):
+    """The paper's network for CIFAR-10: a 6 x 6 map of scores, and its mean (table 1, right)."""
+    features = [
+        *conv(3, 96, norm),
+        *conv(96, 96, norm),
+        *conv(96, 96, norm, stride=2),
+        *conv(96, 192, norm),
+        *conv(192, 192, norm),
+        *conv(192, 192, norm, stride=2),
+        *conv(192, 192, norm, padding=0),
+        *conv(192, 192, norm),
+        nn.Conv2d(192, 10, 3, padding=1),
+    ]
+    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), mask)
+
+
+def gp_network(norm, small, large):
+    """The paper's network for two-scale textures, with a mask for each scale (table 1, middle)."""
+
+    def block(inputs):
+        return [*conv(inputs, 64, norm), *conv(64, 64, norm), nn.MaxPool2d(3, 2, 1)]
+
+    fine = [*block(1), *block(64), *block(64), *block(64), small]
+    coarse = [*block(64), *block(64), *block(64), *conv(64, 64, norm), nn.Conv2d(64, 4, 3, padding=1), large]
+    return nn.Sequential(*fine, *coarse, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def all_cnn_case(norm, images, p, device):
+    policy = "sampled" if norm == "BatchNorm" else "exact"
+    name = f"All-CNN, {norm}{' sampled' if policy == 'sampled' else ''}, {images} images, p={p:g}, {device}"
+    return name, all_cnn(NORMS[norm], Backdrop(p, exact=True)), torch.randn(images, 3, 32, 32), policy
+
+
+def gp_case(images, size, p, device, exact=True):
+    small, large = (Backdrop2d(value, exact=exact) for value in p)
+    name = (
+        f"GP, BatchNorm sampled, {images} x {size}^2, p=({p[0]:g}, {p[1]:g}){'' if exact else ', Bernoulli'}, {device}"
+    )
+    return name, gp_network(nn.BatchNorm2d, small, large), torch.randn(images, 1, size, size), "sampled"
+
+
+def cases(device, sweep):
+    """Those with goals, and the sweeps over p and image size for the plots."""
+    if device == "cpu":
+        yield all_cnn_case("GroupNorm", 256, 0.94, device)
+        yield all_cnn_case("GroupNorm", 256, 0.5, device)
+        yield gp_case(1, 512, (0.999, 0.94), device)
+        for p in (0.1, 0.25, 0.75, 0.9, 0.97) if sweep else ():
+            yield all_cnn_case("GroupNorm", 256, p, device)
+        for size in (128, 256, 1024) if sweep else ():
+            yield gp_case(1, size, (0.999, 0.94), device)
+        for p in (0.9, 0.97, 0.99) if sweep else ():
+            yield gp_case(1, 512, (p, 0.94), device)
+        return
+    yield all_cnn_case("BatchNorm", 2048, 0.94, device)
+    yield all_cnn_case("no norm", 2048, 0.97, device)
+    for p in (0.999, 0.99):
+        for exact in (True, False):
+            yield gp_case(4, 1024, (p, 0.94), device, exact)
+    for p in (0.25, 0.5, 0.75, 0.9, 0.97) if sweep else ():
+        yield all_cnn_case("BatchNorm", 2048, p, device)
+    for p in (0.5, 0.75, 0.9, 0.94) if sweep else ():
+        yield all_cnn_case("no norm", 2048, p, device)
+    for size in (256, 512, 2048) if sweep else ():
+        yield gp_case(4, size, (0.999, 0.94), device)
+    for p in (0.9, 0.95, 0.97, 0.98, 0.995) if sweep else ():
+        yield gp_case(4, 1024, (p, 0.94), device)
+
+
+def step(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def checkpointed_step(model, x):
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+
+
+def cached_step(model, x, parts=8):
+    """Outputs without gradients, their gradient, then the forward pass again part by part."""
+    model.zero_grad()
+    with torch.no_grad():
+        outputs = model(x)
+    outputs.requires_grad_()
+    outputs.square().mean().backward()
+    for rows, grad in zip(x.tensor_split(parts), outputs.grad.tensor_split(parts), strict=True):
+        model(rows).backward(grad)
+
+
+def forward_only(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+def seconds(run, cuda):
+    if cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(name, model, x, policy, device, rounds):
+    cuda = device == "cuda"
+    model, x = model.to(device), x.to(device)
+    fast = skip_blocked(model, statistics=policy)
+    parts = min(8, len(x))
+    runs = {
+        "plain": lambda: step(model, x),
+        "skip": lambda: step(fast, x),
+        "checkpoint": lambda: checkpointed_step(model, x),
+        "gradcache": lambda: cached_step(model, x, parts),
+        "forward": lambda: forward_only(model, x),
+    }
+    times = {key: [] for key in runs}
+    for i in track(range(2 + rounds), name, transient=True):
+        for key, run in runs.items():
+            elapsed = seconds(run, cuda)
+            if i >= 2:  # two rounds to warm up
+                times[key].append(elapsed)
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    memory = {key: peak_bytes(run, x) for key, run in runs.items()}
+    row = {"case": name, "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"}
+    for key in runs:
+        row[f"{key}_ms"] = medians[key] * 1e3
+        row[f"{key}_mb"] = None if memory[key] is None else memory[key] / 1e6
+    row["report"] = [entry.last for entry in fast.skip_report]
+    return row
+
+
+def ratio(row, key, to, unit):
+    a, b = row[f"{key}_{unit}"], row[f"{to}_{unit}"]
+    return "-" if a is None or not b else f"{a / b:.2f}"
+
+
+def show(rows):
+    table = Table(title=f"One training step, {rows[0]['device']}, torch {torch.__version__}")
+    headings = "case|plain ms|faster|goal|of forward|checkpoint|GradCache|plain MB|memory|goal|of forward"
+    for heading in headings.split("|"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    for row in rows:
+        faster, memory, over_forward = GOALS.get(row["case"], (None, None, None))
+        goal = f"{memory:g}" if memory else f"{over_forward:g} of forward" if over_forward else ""
+        table.add_row(
+            row["case"],
+            f"{row['plain_ms']:.1f}",
+            ratio(row, "plain", "skip", "ms"),
+            f"{faster:.2f}" if faster else "",
+            ratio(row, "skip", "forward", "ms"),
+            ratio(row, "plain", "checkpoint", "ms"),
+            ratio(row, "plain", "gradcache", "ms"),
+            f"{row['plain_mb'] or 0:.0f}",
+            ratio(row, "skip", "plain", "mb"),
+            goal,
+            ratio(row, "skip", "forward", "mb"),
+        )
+    Console(width=170).print(table)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sweep", action="store_true", help="also over p and image size, for the plots")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(0)
+    rows = []
+    for case in cases(arguments.device, arguments.sweep):
+        rows.append(measure(*case, arguments.device, arguments.rounds))
+        if arguments.json:
+            versions = {"torch": torch.__version__, "python": platform.python_version()}
+            text = json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
+            arguments.json.write_text(text)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The cost model: roughly how long a forward pass takes, to tell when skipping would not pay.
+
+A call takes a fixed time to launch, plus time for its multiplications, plus time for the numbers it writes; a backward
+pass takes twice as long as the forward pass. The rates are those of a middling machine: they decide between two
+ways to compute the same gradient, and near the border between them both take about as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+class Rates(NamedTuple):
+    multiplications: float  # per second
+    numbers: float  # read, changed and written, per second
+    call: float  # seconds
+
+
+RATES = {"cpu": Rates(5e10, 1e9, 1e-5)}
+GPU = Rates(5e13, 4e11, 1e-5)
+
+
+class Cost(NamedTuple):
+    """Of one forward pass."""
+
+    calls: float
+    multiplications: float
+    numbers: float
+
+    def seconds(self, device: torch.device, share: float = 1.0, calls: float = 1.0) -> float:
+        """For a share of the data, and with each call made so many times."""
+        rates = RATES.get(device.type, GPU)
+        work = self.multiplications / rates.multiplications + self.numbers / rates.numbers
+        return self.calls * calls * rates.call + work * share
+
+
+class Meter(TorchDispatchMode):
+    """While open, counts what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cost = Cost(0, 0, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            count = flop_registry.get(func._overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
+            numbers = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            self.cost = Cost(*map(sum, zip(self.cost, (1, flops / 2, numbers), strict=True)))
+        return out

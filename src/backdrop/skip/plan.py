@@ -1,0 +1,206 @@
+"""Where windows lie: the walk back from a mask to the cells that each kept unit is computed from.
+
+See the note in replay.py for why this gives the exact gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from backdrop.layers import Backdrop
+from backdrop.skip import cost, graph, rules, statistics
+
+CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
+
+
+class Box(NamedTuple):
+    """The cells of a value that belong to unit u: `size` of them from `step * u + start`, along each masked axis."""
+
+    axes: rules.Axes
+    step: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@dataclass
+class Chain:
+    """Steps that follow each other and run as one, see finish.py: a normalisation, and rectifiers around it."""
+
+    steps: list[rules.Step]
+
+    @property
+    def kinds(self) -> list[str | None]:
+        return [step.finishes for step in self.steps]
+
+    @property
+    def norm(self) -> rules.Step | None:
+        return next((step for step in self.steps if step.finishes == "norm"), None)
+
+
+@dataclass
+class Plan:
+    """A stretch on inputs of known shape: what runs on windows, and where each value's windows lie."""
+
+    stretch: graph.Stretch
+    steps: dict[fx.Node, rules.Step]
+    boxes: dict[fx.Node, Box]
+    shapes: dict[fx.Node, torch.Size]
+    refused: list[tuple[fx.Node, rules.UnsupportedError]] = field(default_factory=list)
+    chains: dict[fx.Node, Chain] = field(default_factory=dict)  # steps that run as one, by the last of them
+    fills: dict[fx.Node, float] = field(
+        default_factory=dict
+    )  # what values hold outside the map, where all readers agree
+    nodes: list[fx.Node] = field(default_factory=list)  # what runs on windows, a chain by its last step
+    drops: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # which values to let go of after each
+    maps: list[tuple[Box, tuple[int, ...]]] = field(
+        default_factory=list
+    )  # boxes, and the sizes of the maps they lie in
+
+    alive: float = 0.0  # the share of kept units that had an incoming gradient, when this was last looked at
+    looks: int = 0
+
+    @property
+    def coupled(self) -> bool:
+        """Whether windows have to be computed all at once."""
+        return any(step.moments for step in self.steps.values())
+
+    def need(self, node: fx.Node, source: fx.Node) -> Box:
+        """The cells of `source` that `node` reads for its own box."""
+        step, box = self.steps[node], self.boxes[node]
+        return _input_box(box, step, step.inputs[source])
+
+    def units(self) -> int:
+        """How many units the mask draws, all samples together."""
+        shape, box = self.shapes[self.stretch.exit], self.boxes[self.stretch.exit]
+        return shape[0] * math.prod(-(-shape[axis] // step) for axis, step in zip(box.axes, box.step, strict=True))
+
+    def cost(self, node: fx.Node, windows: int | None = None) -> cost.Cost:
+        """Of one step on the whole map, or on so many windows."""
+        shape, box = self.shapes[node], self.boxes[node]
+        numbers: float = math.prod(shape)
+        if windows is not None:
+            numbers *= windows * math.prod(box.size) / (shape[0] * math.prod(shape[axis] for axis in box.axes))
+        return cost.Cost(1, numbers * self.steps[node].multiplications, numbers)
+
+    def map(self, value: fx.Node, box: Box) -> tuple[Box, tuple[int, ...]]:
+        return box, tuple(self.shapes[value][axis] for axis in box.axes)
+
+
+def make_plan(
+    root: nn.Module,
+    stretch: graph.Stretch,
+    mask: Backdrop,
+    shapes: dict[fx.Node, torch.Size],
+    order: list[fx.Node],
+    policy: statistics.Statistics,
+) -> Plan:
+    """Walk back from the mask as far as rules reach; what lies behind a call without one is left out of the stretch."""
+    shape = shapes[stretch.exit]
+    axes = tuple(axis % len(shape) for axis in ([mask.dims] if isinstance(mask.dims, int) else mask.dims))
+    axes = tuple(axis for axis in axes if axis != 0)
+    patch = (mask.patch,) * len(axes) if isinstance(mask.patch, int) else tuple(mask.patch)
+    constants = _constants(stretch)
+    boxes = {stretch.exit: Box(axes, patch, (0,) * len(axes), patch)}
+    steps: dict[fx.Node, rules.Step] = {}
+    refused: list[tuple[fx.Node, rules.UnsupportedError]] = []
+    behind: set[fx.Node] = set()  # calls without a rule, and all that they are computed from
+    for node in reversed(stretch.calls):
+        if node in constants:
+            continue
+        if any(user in behind for user in node.users):
+            behind.add(node)
+            continue
+        try:
+            layer = graph.attribute(root, str(node.target)) if node.op == "call_module" else None
+            step = rules.find(rules.Call(node, layer, shapes, boxes[node].axes, policy, constants))
+            joined = {
+                source: _join(boxes.get(source), _input_box(boxes[node], step, axes))
+                for source, axes in step.inputs.items()
+            }
+        except rules.UnsupportedError as reason:
+            refused.append((node, reason))
+            behind.add(node)
+            continue
+        steps[node] = step
+        boxes.update(joined)
+    reduced = graph.closed(root, stretch.mask, set(steps), order)
+    plan = Plan(reduced, {node: steps[node] for node in reduced.calls if node in steps}, boxes, shapes, refused)
+    _find_chains(plan)
+    _find_fills(plan)
+    inner = {step.node for chain in plan.chains.values() for step in chain.steps[:-1]}
+    plan.nodes = [node for node in reduced.calls if node not in inner]
+    firsts = {chain.steps[0].node: node for node, chain in plan.chains.items()}
+    for node, sources in reduced.drops.items():
+        if node not in inner or node in firsts:
+            plan.drops[firsts.get(node, node)] = sources
+    plan.maps = list(dict.fromkeys(_maps(plan)))
+    return plan
+
+
+def _find_chains(plan: Plan) -> None:
+    for node, step in plan.steps.items():
+        if step.finishes is None:
+            continue
+        (source,) = step.inputs
+        before = plan.chains.get(source)
+        if before is not None and len(source.users) == 1 and [*before.kinds, step.finishes] in CHAINS:
+            plan.chains[node] = Chain([*plan.chains.pop(source).steps, step])
+        else:
+            plan.chains[node] = Chain([step])
+
+
+def _find_fills(plan: Plan) -> None:
+    """Values that can be padded once, where they are made: all that read them slide, over the same cells."""
+    inner = {step.node for chain in plan.chains.values() for step in chain.steps[:-1]}
+    for value in (*plan.stretch.entries, *plan.steps):
+        readers = [plan.steps[user] for user in value.users if user in plan.steps]
+        outside = value in plan.stretch.entries or len(readers) == len(value.users)
+        if value in inner or not readers or not outside or not all(step.sliding for step in readers):
+            continue
+        fills = {step.sliding.fill for step in readers if step.sliding}
+        if len(fills) == 1 and all(plan.need(step.node, value) == plan.boxes[value] for step in readers):
+            plan.fills[value] = fills.pop()
+
+
+def _maps(plan: Plan) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Wherever it matters which cells of a window lie inside the map."""
+    for node, step in plan.steps.items():
+        for source in step.inputs if step.sliding else ():
+            yield plan.map(source, plan.need(node, source))
+        if step.moments:
+            yield plan.map(node, plan.boxes[node])
+    yield plan.map(plan.stretch.exit, plan.boxes[plan.stretch.exit])
+
+
+def _constants(stretch: graph.Stretch) -> frozenset[fx.Node]:
+    """Values that no entry of the stretch reaches."""
+    reached = set(stretch.entries)
+    for node in stretch.calls:
+        if any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return frozenset(stretch.calls) - reached
+
+
+def _input_box(box: Box, step: rules.Step, axes: rules.Axes) -> Box:
+    sliding = step.sliding
+    if sliding is None:
+        return box._replace(axes=axes)
+    along = zip(box.step, box.start, box.size, *sliding[:4], strict=True)
+    cells = [(a * s, b * s - p, (n - 1) * s + d * (k - 1) + 1) for a, b, n, k, s, p, d in along]
+    return Box(axes, *zip(*cells, strict=True))
+
+
+def _join(a: Box | None, b: Box) -> Box:
+    if a is None:
+        return b
+    if (a.axes, a.step) != (b.axes, b.step):
+        raise rules.UnsupportedError("its input also goes another way with another stride or order of axes")
+    start = tuple(min(pair) for pair in zip(a.start, b.start, strict=True))
+    ends = (max(x + m, y + n) for x, m, y, n in zip(a.start, a.size, b.start, b.size, strict=True))
+    return Box(a.axes, a.step, start, tuple(end - first for end, first in zip(ends, start, strict=True)))

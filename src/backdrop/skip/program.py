@@ -1,0 +1,331 @@
+"""A model as a program: its calls in order, with every stretch that can be skipped run as one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from backdrop._draw import is_zero
+from backdrop.layers import Backdrop
+from backdrop.skip import cost, graph, replay, rules, samples, statistics
+from backdrop.skip.plan import make_plan
+
+
+@dataclass
+class Entry:
+    """What the report says of one mask."""
+
+    mask: str  # its dotted path
+    drops: str = ""  # samples or positions
+    skipped: list[str] = field(default_factory=list)  # the calls whose blocked gradients are not computed
+    kept: list[tuple[str, str]] = field(default_factory=list)  # where that ends: path and reason
+    last: str = "not run yet"  # how the last step was computed
+
+    def __str__(self) -> str:
+        lines = [f"{self.mask}: drops {self.drops}" if self.drops else f"{self.mask}:"]
+        if self.skipped:
+            lines.append(f"  skipped: {', '.join(self.skipped)}")
+        lines += [f"  not skipped from {path} down: {reason}" for path, reason in self.kept]
+        return "\n".join([*lines, f"  last step: {self.last}"])
+
+
+class Report(list[Entry]):
+    """What is skipped, what is not, and why: one entry per mask."""
+
+    def update(self, entries: Sequence[Entry]) -> None:
+        """Replace the entries of these masks."""
+        known = {entry.mask: entry for entry in (*self, *entries)}
+        self[:] = known.values()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no training step was run yet"
+
+
+class Programs:
+    """What a module does instead of its own forward: the program for its state, made when it is first needed."""
+
+    def __init__(
+        self, root: nn.Module, path: str, policy: statistics.Statistics, report: Report, strict: bool = False
+    ) -> None:
+        self.root, self.path, self.policy, self.report, self.strict = root, path, policy, report, strict
+        self.made: dict[Any, Any] = {}  # a Program, or Samples where the module is one call
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "made": {}}  # a program is never copied or stored
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break: the mask decides what is computed
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = graph.plain(self.root)
+        if not torch.is_grad_enabled() or not any(_is_active(m) for m in self.root.modules()):
+            return plain(*args, **kwargs)
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        bound.apply_defaults()
+        constants = {name: value for name, value in bound.arguments.items() if not isinstance(value, Tensor)}
+        key = (_state(self.root), tuple(sorted(constants.items())))
+        if key not in self.made:
+            self.made[key] = Program(self.root, constants, self.policy, self.path, self.strict)
+        self.report.update(self.made[key].entries)
+        return self.made[key].run(list(bound.arguments.values()))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`mask(module(...))` as one call, with any arguments."""
+        if not torch.is_grad_enabled() or not _is_active(mask):
+            return module(*args, **kwargs)
+        if not _drops_samples(mask):
+            raise ValueError(
+                f"Skip takes one tensor where positions are dropped, but got {len(args)} positional and {len(kwargs)} "
+                "named arguments; use skip_blocked on a model that holds the module and the mask"
+            )
+        entry = Entry("mask", "samples")
+        self.report.update([entry])
+        for path, layer in module.named_modules():
+            reason = samples.mixes_samples(layer, "exact")
+            if reason:
+                entry.kept.append((f"module.{path}", reason))
+                entry.last = "plain: nothing can be skipped"
+                return samples.mask_outputs(mask, module(*args, **kwargs))
+        key = _state(module)
+        if key not in self.made:
+            self.made[key] = samples.Samples(module, list(module.modules()), mask, self.policy)
+        entry.skipped = ["module"]
+        out, entry.last = self.made[key](*args, **kwargs)
+        return out
+
+
+def _is_active(module: nn.Module) -> bool:
+    return isinstance(module, Backdrop) and module.training
+
+
+def _state(root: nn.Module) -> tuple[Any, ...]:
+    """What a program depends on and a user may change between calls."""
+    return tuple((id(m), m.training, m.p if isinstance(m, _DropoutNd) else None) for m in root.modules())
+
+
+def untraceable(module: nn.Module) -> str | None:
+    """Why torch.fx cannot follow a module's own forward, if so."""
+    try:
+        graph.trace(module, {})
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return None
+
+
+class Program:
+    """The calls of a model for one setting of its training flags and of its arguments that are not tensors."""
+
+    def __init__(
+        self, root: nn.Module, constants: dict[str, Any], policy: statistics.Statistics, path: str, strict: bool
+    ) -> None:
+        self.root, self.policy, self.path, self.strict = root, policy, path, strict
+        self.graph, self.opaque = graph.trace(root, constants)
+        self.order = list(self.graph.nodes)
+        self.stretches = graph.stretches(root, self.graph)
+        self.entries = [Entry(path + str(stretch.mask.target)) for stretch in self.stretches]
+        self.plans: dict[Any, Plan] = {}
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        key = tuple(value.shape if isinstance(value, Tensor) else None for value in inputs)
+        if key not in self.plans:
+            self.plans[key] = self._plan(inputs)
+        values: dict[fx.Node, Any] = {}
+        given = iter(inputs)
+        plan = self.plans[key]
+        for node in plan.order:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], values.__getitem__)
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node in plan.skips:
+                values[node] = plan.skips[node]([values[source] for source in plan.entries[node]])
+            else:
+                values[node] = graph.call(self.root, node, values, in_place=True)
+            for source in plan.last_use.get(node, ()):
+                values.pop(source, None)
+        raise AssertionError("a graph ends in its output")
+
+    def _plan(self, inputs: Sequence[Any]) -> Plan:
+        by_samples = [_drops_samples(self._layer(stretch.mask)) for stretch in self.stretches]
+        shapes = {} if all(by_samples) else graph.shapes(self.root, self.graph, inputs)
+        plan = Plan()
+        inside: set[fx.Node] = set()
+        for stretch, entry, whole in zip(self.stretches, self.entries, by_samples, strict=True):
+            mask = self._layer(stretch.mask)
+            assert isinstance(mask, Backdrop)
+            entry.kept.clear()
+            if stretch.exit not in stretch.calls:
+                entry.last = "plain: its input comes from outside, or is also used past the mask"
+                continue
+            if whole or _drops_samples(mask, len(shapes[stretch.exit])):
+                run, owned = self._skip_samples(stretch, mask, entry)
+            else:
+                run, owned = self._skip_positions(stretch, mask, entry, shapes)
+            if run is not None:
+                plan.skips[stretch.mask], plan.entries[stretch.mask] = run, owned.entries
+                inside.update(owned.calls)
+                entry.skipped = [self._name(node) for node in owned.calls if node.op != "get_attr"]
+        masks = set(plan.skips)
+        plan.order = [
+            node
+            for node in self.order
+            if node not in inside or any(user not in inside and user not in masks for user in node.users)
+        ]
+        last: dict[fx.Node, fx.Node] = {}
+        for node in plan.order:
+            for source in plan.entries.get(node, node.all_input_nodes):
+                last[source] = node
+        for source, node in last.items():
+            plan.last_use.setdefault(node, []).append(source)
+        return plan
+
+    def _skip_samples(self, stretch: graph.Stretch, mask: Backdrop, entry: Entry) -> tuple[Any, graph.Stretch]:
+        entry.drops = "samples"
+        behind: set[fx.Node] = set()
+        for node in reversed(stretch.calls):
+            layer = self._layer(node)
+            reason = samples.mixes_samples(layer, self.policy) if layer else None
+            if reason is None and layer is not None:
+                inner = (samples.mixes_samples(m, "exact") for m in layer.modules() if m is not layer)
+                reason = next(filter(None, inner), None)
+            if any(user in behind for user in node.users):
+                behind.add(node)
+            elif reason:
+                entry.kept.append((self._name(node), reason))
+                behind.add(node)
+        owned = graph.closed(self.root, stretch.mask, set(stretch.calls) - behind, self.order)
+        if not any(node.op.startswith("call") for node in owned.calls):
+            entry.last = "plain: nothing can be skipped"
+            return None, owned
+
+        lean = graph.lean(self.root, owned)
+
+        def function(*entries: Any) -> Any:
+            return graph.run(owned if torch.is_grad_enabled() else lean, entries)
+
+        layers = [m for node in owned.calls if (layer := self._layer(node)) for m in layer.modules()]
+
+        def joint(node: fx.Node, parts: list[dict[fx.Node, Any]]) -> list[Any] | None:
+            layer = self._layer(node)
+            if layer not in skip.norms:
+                return None
+            (source,) = node.all_input_nodes
+            reuse = len(source.users) == 1 and source not in owned.entries
+            xs = [values.pop(source) if reuse else values[source] for values in parts]
+            return statistics.normalise_together(layer, xs, self.policy, reuse)
+
+        def together(parts: list[Any], policy: statistics.Statistics) -> list[Any]:
+            values = [dict(zip(owned.entries, part, strict=True)) for part in parts]
+            return graph.run_together(owned, lean, values, joint)
+
+        skip = samples.Samples(function, layers, mask, self.policy, together)
+
+        def run(entries: list[Any]) -> Any:
+            if not _wants_skipping(mask, entries, owned, self.root):
+                return samples.mask_outputs(mask, function(*entries))
+            out, entry.last = skip(*entries)
+            return out
+
+        return run, owned
+
+    def _skip_positions(
+        self, stretch: graph.Stretch, mask: Backdrop, entry: Entry, shapes: dict[fx.Node, torch.Size]
+    ) -> tuple[Any, graph.Stretch]:
+        entry.drops = "positions"
+        plan = make_plan(self.root, stretch, mask, shapes, self.order, self.policy)
+        for node, reason in plan.refused:
+            why = self.opaque.get(str(node.target), str(reason))
+            if self.strict and not isinstance(reason, rules.BatchStatisticsError):
+                raise NotImplementedError(
+                    f"Skip cannot compute {self._name(node)} for positions alone: {why}. Leave it out of the module, or "
+                    "use skip_blocked, which skips what lies between it and the mask"
+                )
+            entry.kept.append((self._name(node), why))
+        owned = plan.stretch
+        if not plan.steps or not owned.entries:
+            entry.last = "plain: nothing can be skipped"
+            return None, owned
+        dense = cost.Cost(*map(sum, zip(*(plan.cost(node) for node in plan.steps), strict=True)))
+        window = cost.Cost(*map(sum, zip(*(plan.cost(node, 1) for node in plan.steps), strict=True)))
+        units = plan.units()
+        owners = _parameters(self.root, owned)
+
+        def plain(entries: list[Any]) -> Any:
+            return mask(graph.run(owned, entries))
+
+        def run(entries: list[Any]) -> Any:
+            if not _wants_skipping(mask, entries, owned, self.root):
+                return plain(entries)
+            device = entries[0].device
+            count = max(1.0, units * (1 - float(mask.p)))
+            saved = 2 * dense.seconds(device)
+            spent = 3 * window.seconds(device, count)
+            if spent > saved:
+                entry.last = f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
+                return plain(entries)
+            one = replay.Run(self.root, plan, mask, self.policy, list(owners.values()), entry)
+            return replay.Skipped.apply(one, *entries, *owners)  # type: ignore[no-untyped-call]
+
+        return run, owned
+
+    def _layer(self, node: fx.Node) -> nn.Module | None:
+        return graph.attribute(self.root, str(node.target)) if node.op == "call_module" else None
+
+    def _name(self, node: fx.Node) -> str:
+        """The dotted path of the layer, or of the module that makes the call, and the call."""
+        if node.op == "call_module":
+            return self.path + str(node.target)
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        owner = f"{stack[-1][0]}." if stack else ""
+        return f"{self.path}{owner}{getattr(node.target, '__name__', node.target)}"
+
+
+@dataclass
+class Plan:
+    """A program for inputs of known shapes."""
+
+    order: list[fx.Node] = field(default_factory=list)
+    skips: dict[fx.Node, Callable[[list[Any]], Any]] = field(default_factory=dict)  # by the mask at the end
+    entries: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    last_use: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+
+def _drops_samples(mask: Any, ndim: int | None = None) -> bool:
+    dims = (mask.dims,) if isinstance(mask.dims, int) else tuple(mask.dims)
+    return dims == (0,) or (ndim is not None and dims == (-ndim,))
+
+
+def _wants_skipping(mask: Backdrop, entries: Sequence[Any], stretch: graph.Stretch, root: nn.Module) -> bool:
+    """Whether the mask will do something here, and its stretch can be taken apart."""
+    if not mask.training or is_zero(mask.p) or torch._C._are_functorch_transforms_active():
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+    if not tensors:
+        return False
+    return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in _parameters(root, stretch))
+
+
+def _parameters(root: nn.Module, stretch: graph.Stretch) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The parameters of a stretch, and where each of them lives."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for node in stretch.calls:
+        places: list[tuple[nn.Module, str]] = []
+        if node.op == "call_module":
+            modules = graph.attribute(root, str(node.target)).modules()
+            places = [(module, name) for module in modules for name in module._parameters]
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            module = graph.attribute(root, path) if path else root
+            places = [(module, name)] if name in module._parameters else []
+        for module, name in places:
+            parameter = module._parameters[name]
+            if parameter is not None and (module, name) not in owners.setdefault(parameter, []):
+                owners[parameter].append((module, name))
+    return owners
