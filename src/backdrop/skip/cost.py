@@ -40,6 +40,11 @@ class Cost(NamedTuple):
         return self.calls * calls * rates.call + work * share
 
 
+def pays(spent: float, saved: float) -> bool:
+    """Whether to skip, from the seconds it would take and those it would save."""
+    return spent < saved
+
+
 class Meter(TorchDispatchMode):
     """While open, counts what is computed."""
 

@@ -129,7 +129,11 @@ def make_plan(
             continue
         steps[node] = step
         boxes.update(joined)
-    reduced = graph.closed(root, stretch.mask, set(steps), order)
+    needed = set(steps)
+    for node in reversed(stretch.calls):
+        if node in constants and any(user in needed for user in node.users):
+            needed.add(node)
+    reduced = graph.closed(root, stretch.mask, needed, order)
     plan = Plan(reduced, {node: steps[node] for node in reduced.calls if node in steps}, boxes, shapes, refused)
     _find_chains(plan)
     _find_fills(plan)
@@ -156,16 +160,28 @@ def _find_chains(plan: Plan) -> None:
 
 
 def _find_fills(plan: Plan) -> None:
-    """Values that can be padded once, where they are made: all that read them slide, over the same cells."""
+    """What values are to hold outside the map.
+
+    The padding, where all that read a value slide over the same cells and pad alike, so that it is done once. And
+    zero behind a layer that pads with infinity: such cells may hold anything, but zero times it has to be zero.
+    """
     inner = {step.node for chain in plan.chains.values() for step in chain.steps[:-1]}
     for value in (*plan.stretch.entries, *plan.steps):
-        readers = [plan.steps[user] for user in value.users if user in plan.steps]
-        outside = value in plan.stretch.entries or len(readers) == len(value.users)
-        if value in inner or not readers or not outside or not all(step.sliding for step in readers):
+        users = [user for user in value.users if user is not plan.stretch.mask]
+        readers = [plan.steps[user] for user in users if user in plan.steps]
+        fills = {step.sliding.fill if step.sliding else None for step in readers}
+        alike = value in plan.stretch.entries or len(readers) == len(users)
+        fill = fills.pop() if len(fills) == 1 and alike else None
+        if value in inner:
             continue
-        fills = {step.sliding.fill for step in readers if step.sliding}
-        if len(fills) == 1 and all(plan.need(step.node, value) == plan.boxes[value] for step in readers):
-            plan.fills[value] = fills.pop()
+        if fill is not None and all(plan.need(step.node, value) == plan.boxes[value] for step in readers):
+            plan.fills[value] = fill
+        elif value in plan.steps and _pads_with_infinity(plan.steps[value]):
+            plan.fills[value] = 0.0
+
+
+def _pads_with_infinity(step: rules.Step) -> bool:
+    return step.sliding is not None and math.isinf(step.sliding.fill)
 
 
 def _maps(plan: Plan) -> Iterator[tuple[Box, tuple[int, ...]]]:
@@ -173,7 +189,7 @@ def _maps(plan: Plan) -> Iterator[tuple[Box, tuple[int, ...]]]:
     for node, step in plan.steps.items():
         for source in step.inputs if step.sliding else ():
             yield plan.map(source, plan.need(node, source))
-        if step.moments:
+        if step.moments or node in plan.fills:
             yield plan.map(node, plan.boxes[node])
     yield plan.map(plan.stretch.exit, plan.boxes[plan.stretch.exit])
 

@@ -242,12 +242,12 @@ class Program:
             why = self.opaque.get(str(node.target), str(reason))
             if self.strict and not isinstance(reason, rules.BatchStatisticsError):
                 raise NotImplementedError(
-                    f"Skip cannot compute {self._name(node)} for positions alone: {why}. Leave it out of the module, or "
-                    "use skip_blocked, which skips what lies between it and the mask"
+                    f"Skip cannot compute {self._name(node)} for positions alone: {why}. Leave it out of the module, "
+                    "or use skip_blocked, which skips what lies between it and the mask"
                 )
             entry.kept.append((self._name(node), why))
         owned = plan.stretch
-        if not plan.steps or not owned.entries:
+        if not plan.steps or not owned.entries or not plan.units():
             entry.last = "plain: nothing can be skipped"
             return None, owned
         dense = cost.Cost(*map(sum, zip(*(plan.cost(node) for node in plan.steps), strict=True)))
@@ -265,7 +265,7 @@ class Program:
             count = max(1.0, units * (1 - float(mask.p)))
             saved = 2 * dense.seconds(device)
             spent = 3 * window.seconds(device, count)
-            if spent > saved:
+            if not cost.pays(spent, saved):
                 entry.last = f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
                 return plain(entries)
             one = replay.Run(self.root, plan, mask, self.policy, list(owners.values()), entry)
@@ -307,7 +307,7 @@ def _wants_skipping(mask: Backdrop, entries: Sequence[Any], stretch: graph.Stret
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     tensors = [entry for entry in entries if isinstance(entry, Tensor)]
-    if not tensors:
+    if not tensors or not all(tensor.numel() for tensor in tensors):
         return False
     return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in _parameters(root, stretch))
 

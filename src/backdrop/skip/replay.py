@@ -124,7 +124,7 @@ class Run:
         have, need = self.plan.boxes[source], self.plan.need(step.node, source)
         for axis, a, b, m, n in zip(need.axes, have.start, need.start, have.size, need.size, strict=True):
             x = x if m == n else x.narrow(axis, b - a, n)
-        if step.sliding is not None and source not in self.plan.fills:
+        if step.sliding is not None and self.plan.fills.get(source) != step.sliding.fill:
             x = _fill(x, windows.inside[self.plan.map(source, need)], need.axes, step.sliding.fill)
         return x
 

@@ -159,8 +159,6 @@ def _dropout(call: Call) -> Step:
 def _conv(call: Call) -> Step:
     layer = call.layer
     assert isinstance(layer, nn.modules.conv._ConvNd)
-    if layer.transposed:
-        raise UnsupportedError("transposed convolutions are not supported")
     if layer.padding_mode != "zeros":
         raise UnsupportedError(f"padding_mode={layer.padding_mode!r} is not supported, only 'zeros'")
     spatial = _spatial(call)

@@ -95,12 +95,12 @@ class Samples:
         kept = max(1 / rows.number, 1 - p)
         rest = known.seconds(rows.device, p)
         skipped = rest + 3 * known.seconds(rows.device, kept)
-        if skipped < 3 * known.seconds(rows.device):
+        if cost.pays(skipped, 3 * known.seconds(rows.device)):
             return ""
         return f"running all {rows.number} samples with gradients is faster"
 
     def _split(self, rows: Rows) -> Split:
-        weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=rows.dtype))
+        weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=torch.float64))
         order = (weight == 0).to(torch.uint8).argsort(stable=True)
         if self.mask.exact and not isinstance(self.mask.p, Tensor):
             kept = max(1, round(rows.number * (1 - self.mask.p)))
@@ -145,19 +145,17 @@ class Samples:
 
 
 class Rows(NamedTuple):
-    """How many samples there are, where, and how wide their numbers are."""
+    """How many samples there are, and where."""
 
     number: int
     device: torch.device
-    dtype: torch.dtype
 
 
 def batch_size(given: Any) -> Rows:
     tensors = [leaf for _, leaf in tree.leaves(given) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         raise ValueError("Skip has to be given at least one tensor whose axis 0 is the batch")
-    wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
-    return Rows(len(tensors[0]), tensors[0].device, torch.float64 if wide else torch.float32)
+    return Rows(len(tensors[0]), tensors[0].device)
 
 
 def mixes_samples(module: nn.Module, policy: statistics.Statistics) -> str | None:
@@ -257,7 +255,9 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         rows = grad.index_select(0, ctx.split.kept)
-        return functional._multiply(rows, _rank(ctx.split.weight, rows)), None, None
+        wide = rows.dtype in (torch.float64, torch.complex128)
+        weight = ctx.split.weight if wide else ctx.split.weight.float()
+        return functional._multiply(rows, _rank(weight, rows)), None, None
 
 
 def _depends_on_one(function: Callable[..., Any], given: Any, whole: Any, rows: Rows) -> bool:

@@ -44,6 +44,6 @@ def _parts(tree: Any, path: str) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     raise TypeError(
-        "Skip takes apart tensors, numbers, strings and None in tuples, lists, dictionaries and dataclasses, but found a "
-        f"{type(tree).__name__}{' at ' + path if path else ''}; leave it out of what the module takes and returns"
+        "Skip takes apart tensors, numbers, strings and None in tuples, lists, dictionaries and dataclasses, but found "
+        f"a {type(tree).__name__}{' at ' + path if path else ''}; leave it out of what the module takes and returns"
     )

@@ -123,8 +123,8 @@ def _place(plan: Plan, units: Tensor, real: int, device: torch.device) -> Window
         ]
     columns = [units, ranges.flatten(1), *(along for axes in cells.values() for along in axes)]
     widths = [column.shape[1] for column in columns]
-    packed = torch.split(torch.cat(columns, 1).to(device, non_blocking=True), widths, 1)
-    inside_maps = packed[1].to(torch.int32).view(len(units), len(plan.maps), -1, 2).transpose(0, 1).contiguous()
+    packed = list(torch.split(torch.cat(columns, 1).to(device, non_blocking=True), widths, 1))
+    inside_maps = packed[1].to(torch.int32).view(len(units), len(plan.maps), unit.shape[-1], 2).transpose(0, 1).contiguous()
     inside = {key: Inside(inside_maps[i], counts[i] == everything[i], counts[i]) for i, key in enumerate(plan.maps)}
     taken = iter(packed[2:])
     placed = {node: [next(taken) for _ in along] for node, along in cells.items()}
@@ -140,8 +140,7 @@ def _any_of(alive: Tensor, axis: int, patch: int) -> Tensor:
         shape = [*alive.shape]
         shape[axis] = ragged
         alive = torch.cat([alive, alive.new_zeros(shape)], axis)
-    shape = (*alive.shape[:axis], -1, patch, *alive.shape[axis + 1 :])
-    return alive.reshape(shape).any(axis + 1)
+    return alive.reshape(*alive.shape[:axis], -1, patch, *alive.shape[axis + 1 :]).any(axis + 1)
 
 
 def cut(x: Tensor, windows: Windows, node: fx.Node, axes: rules.Axes) -> Tensor:

@@ -1,0 +1,16 @@
+"""Libraries that import torchvision, whose compiled part may be missing: placeholders for what it would register."""
+
+import importlib
+
+import pytest
+import torch
+
+_LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def import_or_skip(name):
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            _LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    return importlib.import_module(name)

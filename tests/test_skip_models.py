@@ -1,0 +1,357 @@
+"""Whole models: residual and branching networks, copies and storage, compilation, processes, the report."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from foreign import import_or_skip
+from skipping import ChannelNorm, always_skip, assert_close, assert_same_gradients, check, ran_windows, step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
+from backdrop.schedules import LinearP
+from backdrop.skip import Report
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    always_skip(monkeypatch)
+
+
+def network(mask=None):
+    stage = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(
+        *stage, mask or Backdrop2d(0.95), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).double()
+
+
+def images(count=2, size=24):
+    return torch.randn(count, 1, size, size, dtype=torch.float64)
+
+
+def with_masks(model, names, p=0.9):
+    """The model with a mask behind each of these children."""
+    for name in names:
+        setattr(model, name, nn.Sequential(getattr(model, name), Backdrop2d(p)))
+    return model
+
+
+def eval_norms(model):
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 2)
+    return model
+
+
+def test_resnet():
+    timm = import_or_skip("timm")
+    model = eval_norms(
+        with_masks(timm.create_model("resnet18", num_classes=5).double(), ["layer1", "layer2", "layer3"])
+    )
+    fast = check(model, torch.randn(2, 3, 65, 70, dtype=torch.float64))
+    assert [ran_windows(fast, i) for i in range(3)] == [True, True, True]
+    assert not any(entry.kept for entry in fast.skip_report)
+    assert "conv1" in fast.skip_report[0].skipped
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+def test_resnet_with_batch_statistics(policy):
+    """Everything is skipped, outputs and running statistics are plain, and the last stage's gradients too."""
+    timm = import_or_skip("timm")
+    model = with_masks(timm.create_model("resnet18", num_classes=5).double(), ["layer1", "layer2"])
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    fast = skip_blocked(model, statistics=policy)
+    a, b = step(model, x), step(fast, x)
+    assert_close(a.output, b.output, 1e-10)
+    assert [ran_windows(fast, i) for i in range(2)] == [True, True]
+    for name, buffer in a.buffers.items():
+        assert_close(buffer.double(), b.buffers[name].double(), 1e-10, name)
+    for name, grad in a.parameters.items():
+        if name.startswith(("layer3", "layer4", "fc")):
+            assert_close(grad, b.parameters[name], 1e-10, name)
+
+
+def test_vgg():
+    timm = import_or_skip("timm")
+    features = timm.create_model("vgg11", num_classes=5).features.double()
+    model = nn.Sequential(*features[:6], Backdrop2d(0.98), *features[6:11], Backdrop2d(0.9), *features[11:])
+    fast = check(model, torch.randn(1, 3, 64, 70, dtype=torch.float64))
+    assert [ran_windows(fast, i) for i in range(2)] == [True, True]
+
+
+def test_convnext():
+    timm = import_or_skip("timm")
+    model = timm.create_model("convnext_tiny", num_classes=5, depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)).double()
+    for i in (0, 1):
+        model.stages[i] = nn.Sequential(model.stages[i], Backdrop2d(0.9))
+    fast = check(model, torch.randn(2, 3, 64, 70, dtype=torch.float64))
+    assert [ran_windows(fast, i) for i in range(2)] == [True, True]
+    assert not any(entry.kept for entry in fast.skip_report)
+
+
+def test_position_and_sample_masks_together():
+    stage = [nn.Conv2d(1, 4, 3, padding=1), ChannelNorm(4, 2), nn.GELU(), nn.MaxPool2d(2)]
+    head = [nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1)]
+    model = nn.Sequential(*stage, Backdrop2d(0.9), *head, Backdrop(0.7)).double()
+    fast = check(model, images(8))
+    assert [entry.drops for entry in fast.skip_report] == ["positions", "samples"]
+
+
+class Around(nn.Module):
+    """A way around the mask: what enters it also gets gradient from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(n, 2, 3, padding=1) for n in (1, 2, 2))
+        self.mask = Backdrop2d(0.9)
+
+    def forward(self, x):
+        x = self.a(x)
+        y = self.b(x)
+        return self.mask(y) + y + self.c(x)
+
+
+def test_what_also_goes_around_the_mask_is_left_alone():
+    fast = check(Around().double(), images())
+    assert fast.skip_report[0].last == "plain: its input comes from outside, or is also used past the mask"
+
+
+class Unet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.deep, self.up = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(6, 2, 3)
+        self.mask = Backdrop2d(0.95)
+
+    def forward(self, x, scale=None, bias: float = 0.5):
+        x = self.down(x)
+        y = torch.relu(self.deep(x)) * (1.0 if scale is None else scale)
+        return self.mask(self.up(torch.cat([x, y], 1))) + bias
+
+
+def test_joined_ways_and_other_arguments():
+    model = Unet().double()
+    check(model, images())
+    fast, x = skip_blocked(model), images()
+    for kwargs in ({}, {"bias": 2.0}, {"scale": torch.tensor(2.0)}):
+        torch.manual_seed(0)
+        expected = model(x, **kwargs)
+        torch.manual_seed(0)
+        assert_close(expected, fast(x, **kwargs), 1e-12)
+
+
+class Unfollowable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x):
+        return self.body(x) if x.sum() < 1e9 else x
+
+
+def test_the_largest_parts_that_can_be_followed():
+    fast = check(Unfollowable(), images())
+    assert ran_windows(fast)
+    assert fast.skip_report[0].mask == "body.5"
+    assert fast.skip_report[0].skipped[0] == "body.0"
+
+
+def test_state_dict_goes_both_ways():
+    plain, other = network(), network()
+    fast = skip_blocked(plain)
+    assert type(fast) is type(plain)
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    other.load_state_dict(fast.state_dict())
+    fast.load_state_dict(other.state_dict(), assign=True)
+    x = images()
+    assert_same_gradients(step(other, x), step(fast, x))
+
+
+def test_the_original_is_left_alone():
+    plain = network()
+    before = copy.deepcopy(plain.state_dict())
+    fast = skip_blocked(plain)
+    step(fast, images())
+    assert "forward" not in plain.__dict__
+    assert not hasattr(plain, "skip_report")
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+    assert all(parameter.grad is None for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), "torch"])
+def test_copies_and_storage(way):
+    fast, x = skip_blocked(network()), images()
+    step(fast, x)
+    if way == "torch":
+        buffer = io.BytesIO()
+        torch.save(fast, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    else:
+        twin = way(fast)
+    with torch.no_grad():
+        twin[0].weight.zero_()  # not that of the original
+    assert fast[0].weight.any()
+    plain = network()
+    plain.load_state_dict(twin.state_dict())
+    assert_same_gradients(step(plain, x), step(twin, x))
+    assert ran_windows(twin)
+
+
+def test_train_and_eval_and_schedules():
+    model, x = network(Backdrop2d(0.95)), images()
+    fast = skip_blocked(model)
+    fast.eval()
+    state = torch.get_rng_state()
+    assert torch.equal(fast(x), model.eval()(x))
+    assert torch.equal(torch.get_rng_state(), state)
+    fast.train()
+    model.train()
+    schedules = [LinearP(each, start=0.0, end=0.9, steps=2) for each in (model, fast)]
+    for _ in range(3):
+        assert_same_gradients(step(model, x), step(fast, x))
+        for schedule in schedules:
+            schedule.step()
+    assert fast[5].p == pytest.approx(0.9)
+
+
+def test_p_as_a_tensor():
+    check(network(Backdrop2d(torch.tensor(0.95))), images())
+    check(nn.Sequential(nn.Linear(3, 2), Backdrop(torch.tensor(0.5), exact=True)).double(), torch.randn(9, 3).double())
+
+
+def test_checkpointing_around_it():
+    fast, model, x = skip_blocked(network()), network(), images()
+    model.load_state_dict(fast.state_dict())
+    gradients = []
+    for run in (lambda: model(x), lambda: checkpoint(fast, x, use_reentrant=False)):
+        torch.manual_seed(0)
+        run().square().sum().backward()
+    gradients = [[parameter.grad for parameter in each.parameters()] for each in (model, fast)]
+    for a, b in zip(*gradients, strict=True):
+        assert_close(a, b, 1e-10)
+
+
+def test_torch_func_runs_the_plain_model():
+    fast, model, x = skip_blocked(network()), network(), images(1)
+    model.load_state_dict(fast.state_dict())
+
+    def loss(each, x):
+        return lambda parameters: torch.func.functional_call(each, parameters, (x,)).square().sum()
+
+    grads = []
+    for each in (model, fast):
+        torch.manual_seed(0)
+        grads.append(torch.func.grad(loss(each, x))(dict(each.named_parameters())))
+    for name in grads[0]:
+        assert_close(grads[0][name], grads[1][name], 1e-10, name)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+def test_compiled_models():
+    torch._dynamo.reset()
+    model, x = network(), images()
+    fast = torch.compile(skip_blocked(model), backend="aot_eager")
+    assert_same_gradients(step(model, x), _without_prefix(step(fast, x)))
+    outer = torch.compile(nn.Sequential(skip_blocked(model), nn.Softmax(1)), backend="aot_eager")
+    a, b = step(nn.Sequential(model, nn.Softmax(1)), x), _without_prefix(step(outer, x))
+    assert_same_gradients(a, b)
+
+
+def _without_prefix(result):
+    result.parameters = {name.removeprefix("_orig_mod."): grad for name, grad in result.parameters.items()}
+    return result
+
+
+def _train(rank, world, port, results):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from backdrop.skip import cost
+
+    cost.pays = lambda spent, saved: True
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    calls = []
+
+    def count(state, bucket):
+        calls.append(1)
+        return allreduce_hook(None, bucket)
+
+    torch.manual_seed(0)
+    model = network()
+    grads = {}
+    for name, each in (("plain", copy.deepcopy(model)), ("fast", skip_blocked(model))):
+        calls.clear()
+        parallel = DistributedDataParallel(each)
+        parallel.register_comm_hook(None, count)
+        torch.manual_seed(rank)
+        parallel(images()).square().sum().backward()
+        grads[name] = ([parameter.grad for parameter in each.parameters()], len(calls))
+    results.put((rank, [(a.numpy(), b.numpy()) for a, b in zip(grads["plain"][0], grads["fast"][0], strict=True)]))
+    assert grads["plain"][1] == grads["fast"][1]  # as many all-reduces
+    dist.destroy_process_group()
+
+
+def test_distributed_data_parallel():
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_train, args=(rank, 2, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        for a, b in found[rank]:
+            assert_close(torch.from_numpy(a), torch.from_numpy(b), 1e-10)
+
+
+def test_report():
+    fast = skip_blocked(network())
+    assert str(fast.skip_report) == "no training step was run yet"
+    step(fast, images())
+    assert isinstance(fast.skip_report, Report)
+    assert str(fast.skip_report).splitlines()[:2] == ["5: drops positions", "  skipped: 0, 1, 2, 3, 4"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: skip_blocked(nn.Linear(2, 2)), ValueError, "no Backdrop layer"),
+        (lambda: skip_blocked(Backdrop(0.5)), ValueError, "what lies before it"),
+        (lambda: skip_blocked("model"), TypeError, r"torch\.nn\.Module, but got str"),
+        (lambda: skip_blocked(network(), statistics="none"), ValueError, "statistics has to be one of 'exact'"),
+        (lambda: Skip(nn.Linear(2, 2), nn.Dropout()), TypeError, "Backdrop layer, but got Dropout"),
+        (lambda: Skip(lambda x: x, Backdrop(0.5)), TypeError, "but got function"),
+        (lambda: Skip(nn.Linear(2, 2), Backdrop(0.5), statistics=None), ValueError, "statistics has to be one of"),
+    ],
+)
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_model_that_cannot_be_followed_at_all():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = Backdrop(0.5)
+
+        def forward(self, x):
+            return self.mask(x) if x.sum() > 0 else x
+
+    with pytest.raises(ValueError, match=r"cannot follow the model \(TraceError"):
+        skip_blocked(Odd())

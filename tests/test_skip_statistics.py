@@ -1,0 +1,288 @@
+"""Layers with batch statistics: the three policies against slow references written from their definitions."""
+
+import copy
+
+import pytest
+import torch
+from skipping import always_skip, assert_close, assert_same_gradients, check, ran_windows, step
+from torch import nn
+
+from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
+from backdrop.skip.finish import Finish, Moments, finish
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    always_skip(monkeypatch)
+
+
+def network(order):
+    """Two blocks of a convolution, batch normalisation and a rectifier in one order or the other, and pooling."""
+
+    def block(inputs, outputs, **settings):
+        conv, norm = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False, **settings), nn.BatchNorm2d(outputs)
+        nn.init.uniform_(norm.weight, 0.5, 2)
+        nn.init.normal_(norm.bias)
+        return [conv, norm, nn.ReLU()] if order == "norm first" else [conv, nn.ReLU(), norm]
+
+    return nn.Sequential(*block(2, 3), *block(3, 4, stride=2), nn.MaxPool2d(3, 2, 1)).double()
+
+
+def test_exact_is_the_plain_gradient_and_says_where_skipping_ends():
+    model = nn.Sequential(network("relu first"), Backdrop2d(0.9)).double()
+    fast = check(model, torch.randn(2, 2, 20, 21, dtype=torch.float64))
+    assert fast.skip_report[0].skipped == ["0.6"]
+    ((path, reason),) = fast.skip_report[0].kept
+    assert path == "0.5"
+    assert "batch statistics couple all samples and positions" in reason
+
+
+def test_exact_with_samples_dropped():
+    model = nn.Sequential(network("norm first"), Backdrop(0.8)).double()
+    fast = check(model, torch.randn(10, 2, 12, 11, dtype=torch.float64))
+    assert fast.skip_report[0].skipped == ["0.5", "0.6"]
+    assert fast.skip_report[0].kept[0][0] == "0.4"
+
+
+class Reference(torch.autograd.Function):
+    """Batch normalisation over a batch in which each sample may stand for a window.
+
+    `full` holds the activations that the statistics are taken from; `cells` says which cells of x count.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gamma, beta, full, cells, policy, eps):
+        mean = full.mean((0, 2, 3), keepdim=True)
+        std = (full.var((0, 2, 3), keepdim=True, correction=0) + eps).sqrt()
+        x_hat = (x - mean) / std
+        ctx.save_for_backward(x_hat, std, gamma, cells)
+        ctx.policy = policy
+        return x_hat * gamma.view(1, -1, 1, 1) + beta.view(1, -1, 1, 1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x_hat, std, gamma, cells = ctx.saved_tensors
+        dy = dy * cells
+        number = cells.sum()
+        inner = dy.clone()
+        if ctx.policy == "sampled":
+            inner -= dy.sum((0, 2, 3), keepdim=True) / number
+            inner -= x_hat * (dy * x_hat).sum((0, 2, 3), keepdim=True) / number
+        dx = inner * cells * gamma.view(1, -1, 1, 1) / std
+        return dx, (dy * x_hat).sum((0, 2, 3)), dy.sum((0, 2, 3)), None, None, None, None
+
+
+def reference_gradients(stage, x, weight, upstream, policy, boxes):
+    """Every kept unit has a whole copy of the map to itself, in which only the cells of its boxes count.
+
+    `boxes` gives for each layer, per axis, the first cell and the number of cells that one unit needs of its output.
+    """
+    units = weight[:, 0].nonzero()
+    copies = x[units[:, 0]].clone().requires_grad_()
+    full, y = x, copies
+    for index, layer in enumerate(stage):
+        if isinstance(layer, nn.BatchNorm2d):
+            cells = torch.zeros(len(units), 1, *y.shape[2:], dtype=y.dtype)
+            for k, (_, *unit) in enumerate(units.tolist()):
+                spans = [
+                    range(max(0, step * u + start), min(size, step * u + start + count))
+                    for u, size, (step, start, count) in zip(unit, y.shape[2:], boxes[index], strict=True)
+                ]
+                cells[k, 0, spans[0].start : spans[0].stop, spans[1].start : spans[1].stop] = 1
+            y = Reference.apply(y, layer.weight, layer.bias, full, cells, policy, layer.eps)
+            full = nn.functional.batch_norm(full, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+        else:
+            y, full = layer(y), layer(full)
+    seeds = torch.zeros_like(y)
+    for k, (n, i, j) in enumerate(units.tolist()):
+        seeds[k, :, i, j] = upstream[n, :, i, j] * weight[n, 0, i, j]
+    parameters = list(stage.parameters())
+    grads = torch.autograd.grad(y, [copies, *parameters], seeds)
+    total = torch.zeros_like(x)
+    total.index_add_(0, units[:, 0], grads[0])
+    return total, grads[1:]
+
+
+def boxes_of(stage):
+    """(step, start, count) of the cells of each layer's output that unit u needs, by walking back through kernels."""
+    step, start, count = 1, 0, 1
+    found = {}
+    for index in reversed(range(len(stage))):
+        found[index] = [(step, start, count)] * 2
+        layer = stage[index]
+        if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
+            kernel, stride, padding = (
+                value[0] if isinstance(value, tuple) else value
+                for value in (layer.kernel_size, layer.stride, layer.padding)
+            )
+            step, start, count = step * stride, start * stride - padding, (count - 1) * stride + kernel
+    return found
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+@pytest.mark.parametrize("order", ["norm first", "relu first"])
+@pytest.mark.parametrize("p", [0.7, 0.95, 0.999])
+def test_positions_against_the_definition(policy, order, p, monkeypatch):
+    stage, x = network(order), torch.randn(2, 2, 21, 18, dtype=torch.float64)
+    skip = Skip(copy.deepcopy(stage), Backdrop2d(p), statistics=policy)
+    drawn = []
+    draw = Backdrop2d.draw_weight
+    monkeypatch.setattr(Backdrop2d, "draw_weight", lambda self, x: drawn.append(draw(self, x)) or drawn[-1])
+    inputs = x.clone().requires_grad_()
+    output = skip(inputs)
+    upstream = torch.randn_like(output)
+    output.backward(upstream)
+    assert "computed again" in skip.report[0].last
+    grad, parameters = reference_gradients(stage, x, drawn[-1], upstream, policy, boxes_of(stage))
+    assert_close(grad, inputs.grad, 1e-10, "input")
+    for (name, _), a, b in zip(stage.named_parameters(), parameters, skip.module.parameters(), strict=True):
+        assert_close(a, b.grad, 1e-10, name)
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+@pytest.mark.parametrize("order", ["norm first", "relu first"])
+def test_samples_against_the_definition(policy, order):
+    stage, x = network(order), torch.randn(9, 2, 10, 11, dtype=torch.float64)
+    mask = Backdrop(0.6)
+    skip = Skip(copy.deepcopy(stage), mask, statistics=policy)
+    torch.manual_seed(0)
+    inputs = x.clone().requires_grad_()
+    output = skip(inputs)
+    assert "samples ran with gradients" in skip.report[0].last
+    upstream = torch.randn_like(output)
+    output.backward(upstream)
+    torch.manual_seed(0)
+    weight = mask.draw_weight(x)[:, 0, 0, 0]
+    kept = weight.nonzero().flatten()
+    part, full = x[kept].clone().requires_grad_(), x
+    y = part
+    for layer in stage:
+        if isinstance(layer, nn.BatchNorm2d):
+            y = Reference.apply(y, layer.weight, layer.bias, full, torch.ones_like(y[:, :1]), policy, layer.eps)
+            full = nn.functional.batch_norm(full, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+        else:
+            y, full = layer(y), layer(full)
+    grads = torch.autograd.grad(y, [part, *stage.parameters()], upstream[kept] * weight[kept].view(-1, 1, 1, 1))
+    assert_close(torch.zeros_like(x).index_add_(0, kept, grads[0]), inputs.grad, 1e-10, "input")
+    for (name, _), a, b in zip(stage.named_parameters(), grads[1:], skip.module.parameters(), strict=True):
+        assert_close(a, b.grad, 1e-10, name)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("mask", [Backdrop(0.8), Backdrop2d(0.9)], ids=["samples", "positions"])
+@pytest.mark.parametrize("policy", ["exact", "sampled", "frozen"])
+def test_running_statistics_are_updated_once_per_step(policy, mask, momentum):
+    plain = nn.Sequential(network("relu first"), mask)
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = momentum
+    fast = skip_blocked(plain, statistics=policy)
+    for number in range(1, 4):
+        x = torch.randn(8, 2, 12, 12, dtype=torch.float64)
+        a, b = step(plain, x), step(fast, x)
+        assert_close(a.output, b.output, 1e-10, "output")
+        for name, buffer in a.buffers.items():
+            assert_close(buffer.double(), b.buffers[name].double(), 1e-10, name)
+        assert b.buffers["0.2.num_batches_tracked"] == number
+
+
+@pytest.mark.parametrize("settings", [{"affine": False}, {"track_running_stats": False}])
+@pytest.mark.parametrize("mask", [Backdrop(0.8), Backdrop2d(0.9)], ids=["samples", "positions"])
+def test_kinds_of_batch_norm(settings, mask):
+    """With constants for statistics, the gradient is that of a network with the same affine map in place of the layer."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, **settings), nn.Tanh(), mask).double()
+    x = torch.randn(6, 2, 12, 12, dtype=torch.float64)
+    fast = skip_blocked(model, statistics="frozen")
+    with torch.no_grad():
+        inner = model[0](x)
+        mean, std = inner.mean((0, 2, 3)), (inner.var((0, 2, 3), correction=0) + 1e-5).sqrt()
+    affine = nn.Conv2d(3, 3, 1, groups=3).double()
+    gamma, beta = (1.0, 0.0) if model[1].weight is None else (model[1].weight.detach(), model[1].bias.detach())
+    affine.weight.data, affine.bias.data = (gamma / std).view(3, 1, 1, 1), beta - mean / std * gamma
+    plain = nn.Sequential(model[0], affine, model[2], model[3])
+    a, b = step(plain, x), step(fast, x)
+    assert_close(a.output, b.output, 1e-10)
+    assert_close(a.parameters["0.weight"], b.parameters["0.weight"], 1e-10)
+    assert_close(a.inputs[0], b.inputs[0], 1e-10)
+
+
+def test_batch_statistics_in_a_module_that_cannot_be_followed():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(x) if x.sum() > -1e9 else x
+
+    model = nn.Sequential(nn.Linear(3, 4), Odd(), nn.Linear(4, 2), Backdrop(0.7)).double()
+    fast = check(model, torch.randn(10, 3, dtype=torch.float64), statistics="sampled")
+    assert fast.skip_report[0].skipped == ["2"]
+    assert fast.skip_report[0].kept[0][0] == "1"
+
+
+def test_instance_norm_with_running_statistics():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, track_running_stats=True), Backdrop(0.7)).double()
+    fast = check(model, torch.randn(6, 2, 8, 8, dtype=torch.float64), statistics="sampled")
+    assert fast.skip_report[0].kept[0][0] == "1"
+
+
+def test_sampled_windows_agree_with_the_exact_gradient_where_everything_is_kept():
+    """With every unit kept and windows that tile the map, the sample is the population."""
+    stage = nn.Sequential(nn.Conv2d(2, 3, 4, stride=4), nn.BatchNorm2d(3), nn.Tanh()).double()
+    model = nn.Sequential(stage, Backdrop2d(1e-9))
+    x = torch.randn(3, 2, 16, 16, dtype=torch.float64)
+    fast = skip_blocked(model, statistics="sampled")
+    assert_same_gradients(step(model, x), step(fast, x))
+    assert ran_windows(fast)
+
+
+@pytest.mark.parametrize("relu_first", [False, True])
+@pytest.mark.parametrize("relu_last", [False, True])
+@pytest.mark.parametrize("norm", [None, "sampled", "frozen"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_finish_against_plain_operations(relu_first, relu_last, norm, outside):
+    """Forward and backward against autograd of plain operations, but for the spread of the statistics' gradient."""
+    if relu_last and norm is None:
+        pytest.skip("a rectifier alone counts as the first")
+    x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    gamma, beta = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    moments = Moments(torch.randn(3).double(), torch.rand(3).double() + 0.5) if norm else None
+    ranges = torch.tensor([[[0, 5], [0, 6]], [[2, 5], [0, 3]], [[0, 1], [4, 6]], [[0, 0], [0, 0]]], dtype=torch.int32)
+    valid = torch.zeros(4, 1, 5, 6, dtype=torch.bool)
+    for k, ((a, b), (c, d)) in enumerate(ranges.tolist()):
+        valid[k, :, a:b, c:d] = True
+    valid = valid if outside else torch.ones_like(valid)
+    how = Finish(relu_first, moments, None, relu_last, ranges if outside else None, (2, 3), -2.5)
+
+    def plain(x, gamma, beta):
+        y = x.relu() if relu_first else x
+        if moments:
+            y = (y - moments.mean.view(3, 1, 1)) * moments.inverse_std.view(3, 1, 1)
+            y = y * gamma.view(3, 1, 1) + beta.view(3, 1, 1)
+        y = y.relu() if relu_last else y
+        return torch.where(valid, y, -2.5) if outside else y
+
+    expected = plain(x, gamma, beta)
+    assert_close(expected, finish(x, gamma, beta, how), 1e-12)
+    upstream = torch.randn_like(expected)
+    inputs = [x, gamma, beta] if norm else [x]
+    a = torch.autograd.grad(expected, inputs, upstream)
+    if norm == "sampled":
+        how = how._replace(cells=int(valid.sum()))
+        x_hat = ((x.relu() if relu_first else x) - moments.mean.view(3, 1, 1)) * moments.inverse_std.view(3, 1, 1)
+        after = gamma.view(3, 1, 1) * moments.inverse_std.view(3, 1, 1)
+        dy = upstream * valid * ((x_hat * gamma.view(3, 1, 1) + beta.view(3, 1, 1) > 0) if relu_last else 1)
+        spread = dy.sum((0, 2, 3), keepdim=True) + x_hat * (dy * x_hat).sum((0, 2, 3), keepdim=True)
+        dx = (dy - spread / valid.sum()) * valid * after * ((x > 0) if relu_first else 1)
+        a = (dx.detach(), *a[1:])
+    b = torch.autograd.grad(finish(x, gamma, beta, how), inputs, upstream)
+    for left, right in zip(a, b, strict=True):
+        assert_close(left, right, 1e-12)
+
+
+def test_finish_cannot_be_differentiated_twice():
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(finish(x, None, None, Finish(relu_first=True)).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,415 @@
+"""Positions dropped: Skip against the plain layer, over random stretches of layers, borders included."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from skipping import ChannelNorm, always_skip, assert_same_gradients, check, ran_windows, step
+from torch import nn
+
+from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+MAX_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
+AVG_POOL = {1: nn.AvgPool1d, 2: nn.AvgPool2d, 3: nn.AvgPool3d}
+BATCH_NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+BACKDROP = {1: Backdrop1d, 2: Backdrop2d, 3: Backdrop3d}
+LARGEST = {1: 40, 2: 15, 3: 7}
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.PReLU, lambda: nn.LeakyReLU(0.1))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    always_skip(monkeypatch)
+
+
+def sizes(draw, spatial, low, high):
+    """One size for all axes, or one for each."""
+    if draw(st.booleans()):
+        return draw(st.integers(low, high))
+    return tuple(draw(st.integers(low, high)) for _ in range(spatial))
+
+
+@st.composite
+def layers(draw, spatial, channels):
+    """A layer for feature maps with so many channels, and how many it returns."""
+    kind = draw(st.sampled_from(["conv", "conv", "conv", "max", "avg", "activation", "channel norm", "batch norm"]))
+    if kind == "conv":
+        groups = draw(st.sampled_from([1, channels]))
+        outputs = groups * draw(st.integers(1, 2))
+        kernel = sizes(draw, spatial, 1, 7 if spatial == 1 else 4)
+        padding = sizes(draw, spatial, 0, 3)
+        stride, dilation = sizes(draw, spatial, 1, 3), sizes(draw, spatial, 1, 2)
+        if draw(st.integers(0, 9)) == 0:
+            padding, stride = "same", 1
+        bias = draw(st.booleans())
+        conv = CONV[spatial](channels, outputs, kernel, stride, padding, dilation, groups, bias)
+        return conv, outputs
+    if kind == "max":
+        kernel = draw(st.integers(1, 4))
+        padding = draw(st.integers(0, kernel // 2))
+        ceil = draw(st.booleans())
+        return MAX_POOL[spatial](
+            kernel, draw(st.integers(1, 3)), padding, draw(st.integers(1, 2)), ceil_mode=ceil
+        ), channels
+    if kind == "avg":
+        kernel = draw(st.integers(1, 4))
+        padding = draw(st.integers(0, kernel // 2))
+        stride, ceil, count = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.booleans())
+        return AVG_POOL[spatial](kernel, stride, padding, ceil_mode=ceil, count_include_pad=count), channels
+    if kind == "activation":
+        return draw(st.sampled_from(ACTIVATIONS))(), channels
+    if kind == "channel norm":
+        return ChannelNorm(channels, spatial), channels
+    norm = BATCH_NORM[spatial](channels).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    return norm, channels
+
+
+@st.composite
+def stretches(draw, spatial):
+    """A stretch, some of it nested, and an input that it accepts."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    channels = draw(st.integers(1, 3))
+    x = torch.randn(
+        draw(st.integers(1, 3)), channels, *(draw(st.integers(3, LARGEST[spatial])) for _ in range(spatial))
+    )
+    modules = []
+    for _ in range(draw(st.integers(1, 5))):
+        layer, channels = draw(layers(spatial, channels))
+        try:
+            out = nn.Sequential(*modules, layer)(x)
+        except RuntimeError:  # torch refuses the sizes
+            out = None
+        # A dilated max-pool may see nothing but padding, which torch itself gets wrong in backward.
+        if out is None or not out.numel() or not out.isfinite().all():
+            channels = nn.Sequential(*modules)(x).shape[1]
+            continue
+        modules.append(layer)
+        if isinstance(layer, nn.modules.conv._ConvNd) and draw(st.booleans()):
+            modules.append(nn.ReLU(inplace=True))
+    cut = draw(st.integers(0, len(modules)))
+    return nn.Sequential(nn.Sequential(*modules[:cut]), *modules[cut:]).double(), x.double()
+
+
+@st.composite
+def masks(draw, spatial):
+    p = draw(st.sampled_from([0.0, 0.3, 0.7, 0.95, 0.9999]))
+    patch = draw(st.integers(1, 3))
+    scale = draw(st.sampled_from(["count", "probability", None]))
+    return BACKDROP[spatial](p, patch=patch, shared=draw(st.booleans()), exact=draw(st.booleans()), scale=scale)
+
+
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+@given(data=st.data())
+def test_random_stretches_have_the_gradients_of_the_plain_pair(spatial, data):
+    stretch, x = data.draw(stretches(spatial))
+    mask = data.draw(masks(spatial))
+    check(nn.Sequential(stretch, mask), x, seed=data.draw(st.integers(0, 9)))
+
+
+@given(data=st.data())
+def test_two_stretches_in_a_row(data):
+    first, x = data.draw(stretches(2))
+    channels, *spatial = first(x).shape[1:]
+    kernel = min(3, *spatial)
+    second = nn.Sequential(nn.Conv2d(channels, 2, kernel, padding=kernel // 2), nn.ReLU()).double()
+    model = nn.Sequential(first, data.draw(masks(2)), second, data.draw(masks(2)))
+    check(model, x, seed=data.draw(st.integers(0, 9)))
+
+
+@pytest.mark.parametrize("statistics", ["exact", "sampled", "frozen"])
+def test_outputs_and_buffers_are_the_same_bits(statistics):
+    """In float32 and with layers whose results do not depend on where torch's libraries find their memory."""
+    stage = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, 2, 1), nn.MaxPool2d(3, 2)]
+    model = nn.Sequential(*stage, Backdrop2d(0.9))
+    x = torch.randn(2, 1, 40, 40)
+    a, b = step(copy.deepcopy(model), x), step(skip_blocked(model, statistics=statistics), x)
+    assert torch.equal(a.output, b.output)
+    for name, buffer in a.buffers.items():
+        assert torch.equal(buffer, b.buffers[name]), name
+
+
+def test_only_units_with_incoming_gradient_are_computed_again():
+    stage = [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU()]
+    model = nn.Sequential(
+        *stage, Backdrop2d(0.5, exact=True), nn.Conv2d(2, 1, 3), Backdrop2d(0.999, exact=True)
+    ).double()
+    fast = check(model, torch.randn(1, 1, 22, 22, dtype=torch.float64))
+    counts = [int(entry.last.split()[0]) for entry in fast.skip_report]
+    assert counts[1] == 1
+    assert 1 <= counts[0] <= 9  # of 242 kept positions, those in one 3 x 3 window
+
+
+def test_no_incoming_gradient_gives_zeros():
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.5)))
+    x = torch.randn(1, 1, 8, 8, requires_grad=True)
+    (model(x) * 0).sum().backward()
+    assert not x.grad.any()
+    assert not model[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("unit", [(0, 0), (0, 7), (7, 0), (7, 7), (3, 0), (4, 4)])
+def test_one_kept_unit_anywhere(unit, monkeypatch):
+    """At corners, borders and inside, through paddings that reach over one another."""
+    stage = nn.Sequential(
+        *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3).eval(), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+        *(nn.Conv2d(3, 3, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2, 1, 1, count_include_pad=False)),
+        nn.Conv2d(3, 2, 2),
+    ).double()
+    weight = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    weight[0, 0, unit[0], unit[1]] = 64
+    mask = Backdrop2d(0.9)
+    monkeypatch.setattr(Backdrop2d, "draw_weight", lambda self, x: weight)
+    x = torch.randn(1, 1, 15, 15, dtype=torch.float64)
+    fast = step(Skip(stage, mask), x)
+    monkeypatch.setattr(Backdrop2d, "forward", lambda self, x: x if not x.requires_grad else Fixed.apply(x, weight))
+    plain = step(nn.Sequential(stage, mask), x)
+    plain.parameters = {f"module{name[1:]}": grad for name, grad in plain.parameters.items()}
+    assert_same_gradients(plain, fast)
+
+
+class Fixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.weight, None
+
+
+@pytest.mark.parametrize("dims", [(0, 2), (0, 3), (2,), (-1, 0, -2)])
+def test_masks_along_some_axes(dims):
+    stage = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1))
+    fast = check(nn.Sequential(stage, Backdrop(0.8, dims)).double(), torch.randn(2, 2, 12, 13, dtype=torch.float64))
+    assert ran_windows(fast)
+
+
+def test_a_mask_along_channels_is_left_alone():
+    fast = check(nn.Sequential(nn.Conv2d(2, 3, 3), Backdrop(0.8, (0, 1))).double(), torch.randn(2, 2, 9, 9).double())
+    assert fast.skip_report[0].kept == [("0", "the mask runs along its channels")]
+
+
+def test_a_series_with_time_before_channels():
+    stage = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    fast = check(nn.Sequential(stage, Backdrop(0.9, (0, 1))).double(), torch.randn(4, 30, 3, dtype=torch.float64))
+    assert ran_windows(fast)
+
+
+class Branches(nn.Module):
+    """Two ways with different reach, joined by addition and by concatenation, and functions instead of modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(2, 4, 3, padding=1, stride=2)
+        self.b = nn.Conv2d(4, 4, 5, padding=2)
+        self.short = nn.Conv2d(2, 4, 1, stride=2)
+        self.scale = nn.Parameter(torch.randn(4, 1, 1))
+        self.mask = Backdrop2d(0.95)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        y = self.b(y) * self.scale
+        y += self.short(x)
+        z = torch.cat([y, nn.functional.avg_pool2d(y, 3, 1, 1).sigmoid()], dim=1)
+        z = nn.functional.max_pool2d(nn.functional.relu(z, inplace=True), 2)
+        return self.mask(z).mean((2, 3))
+
+
+def test_branches_and_functions():
+    fast = check(Branches().double(), torch.randn(2, 2, 33, 30, dtype=torch.float64))
+    assert ran_windows(fast)
+    assert not fast.skip_report[0].kept
+
+
+class Shared(nn.Module):
+    """One layer twice, and one parameter in two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.twin = nn.Conv2d(2, 2, 3, padding=1, bias=False)
+        self.twin.weight = self.conv.weight
+        self.mask = Backdrop2d(0.9)
+
+    def forward(self, x):
+        return self.mask(self.twin(torch.relu(self.conv(torch.relu(self.conv(x))))))
+
+
+def test_shared_parameters():
+    check(Shared().double(), torch.randn(1, 2, 12, 12, dtype=torch.float64))
+
+
+def test_frozen_parameters_and_no_input_gradient():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    a, b = step(copy.deepcopy(model), x, differentiate=False), step(skip_blocked(model), x, differentiate=False)
+    assert b.parameters["0.weight"] is None
+    assert_same_gradients(a, b)
+
+
+def test_gradients_accumulate():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), Backdrop2d(0.8)).double()
+    fast, x = skip_blocked(model), torch.randn(2, 1, 9, 9, dtype=torch.float64)
+    for each in (model, fast):
+        torch.manual_seed(0)
+        for _ in range(3):
+            each(x).square().sum().backward()
+    torch.testing.assert_close(fast[0].weight.grad, model[0].weight.grad, rtol=1e-10, atol=0)
+
+
+def test_windows_in_several_parts(monkeypatch):
+    """Where windows would need more memory than the forward pass, they come in parts."""
+    from backdrop.skip import replay
+
+    parts = []
+    monkeypatch.setattr(replay.Run, "_chunk", lambda self, windows: parts.append(windows) or 3)
+    model = nn.Sequential(nn.Conv2d(1, 2, 5, padding=2), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.7)).double()
+    check(model, torch.randn(2, 1, 9, 9, dtype=torch.float64))
+    assert parts[0] > 3
+
+
+def test_memory_format_and_noncontiguous_inputs():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), Backdrop2d(0.9)).double()
+    x = torch.randn(2, 3, 11, 10, dtype=torch.float64)
+    check(model, x.to(memory_format=torch.channels_last))
+    check(model, x.transpose(2, 3))
+
+
+def test_an_input_of_zero_samples():
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    model(torch.randn(0, 1, 8, 8)).sum().backward()
+    assert not model[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_restored_in_backward(dtype):
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), Backdrop2d(0.9))
+    fast, x = skip_blocked(model), torch.randn(2, 2, 20, 20)
+    gradients = []
+    for each in (model, fast):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype):
+            y = each(x)
+        assert y.dtype == dtype
+        (y.float() * 16).square().mean().backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    assert ran_windows(fast)
+    for a, b in zip(*gradients, strict=True):
+        assert b.dtype == torch.float32
+        assert (a - b).norm() < 0.02 * a.norm()
+
+
+def test_grad_scaler():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), Backdrop2d(0.9)).double()
+    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    for each in (model, fast):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        torch.manual_seed(0)
+        scaler.scale(each(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(fast[0].weight, model[0].weight, rtol=1e-10, atol=1e-12)
+
+
+def test_the_state_of_random_numbers_is_that_of_the_plain_model():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9))
+    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12)
+    states = []
+    for each in (model, fast):
+        torch.manual_seed(0)
+        for _ in range(2):
+            each(x).sum().backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_changing_what_backward_needs_is_an_error():
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    y = model(torch.randn(1, 1, 12, 12))
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_second_derivatives_are_an_error():
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    x = torch.randn(1, 1, 12, 12, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_dense_where_windows_would_cost_more(monkeypatch):
+    monkeypatch.undo()
+    model = nn.Sequential(nn.Conv2d(1, 2, 7, padding=3), nn.ReLU(), nn.Conv2d(2, 2, 7, padding=3), Backdrop2d(0.5))
+    fast = check(model.double(), torch.randn(1, 1, 30, 30, dtype=torch.float64))
+    assert fast.skip_report[0].last.startswith("plain: windows would cost")
+
+
+REFUSED = [
+    (nn.GroupNorm(2, 4), "over space"),
+    (nn.InstanceNorm2d(4), "over space"),
+    (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "padding_mode='reflect'"),
+    (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "padding_mode='circular'"),
+    (nn.ConvTranspose2d(4, 4, 3), "no rule for ConvTranspose2d"),
+    (nn.Dropout(0.5), "dropout"),
+    (nn.Dropout2d(0.5), "dropout"),
+    (nn.AdaptiveAvgPool2d(9), "no rule for AdaptiveAvgPool2d"),
+    (nn.Upsample(scale_factor=2), "no rule for Upsample"),
+    (nn.LayerNorm([4, 9, 9]), "masked axis"),
+    (nn.MaxPool2d(2, return_indices=False, ceil_mode=False), None),
+]
+
+
+@pytest.mark.parametrize(("layer", "reason"), REFUSED, ids=lambda value: type(value).__name__)
+def test_what_is_not_supported_is_named(layer, reason):
+    stretch = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), layer, nn.Conv2d(4, 2, 3, padding=1))
+    x = torch.randn(2, 1, 9, 9, dtype=torch.float64)
+    fast = check(nn.Sequential(stretch, Backdrop2d(0.9)).double(), x)
+    if reason is None:
+        assert not fast.skip_report[0].kept
+        return
+    ((path, why),) = fast.skip_report[0].kept
+    assert path == "0.1"
+    assert reason in why
+    with pytest.raises(NotImplementedError, match=r"module\.1"):
+        Skip(stretch, Backdrop2d(0.9))(x)
+
+
+def test_hooks_are_not_lost():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
+    model[1].register_forward_hook(lambda module, args, output: output * 2)
+    fast = check(model, torch.randn(1, 1, 12, 12, dtype=torch.float64))
+    assert fast.skip_report[0].kept == [("1", "it has hooks, which would not run on windows")]
+
+
+def test_a_dropout_that_is_switched_on_later():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.0), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
+    x = torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    fast = skip_blocked(model)
+    step(fast, x)
+    assert "1" in fast.skip_report[0].skipped
+    fast[1].p = model[1].p = 0.5
+    assert_same_gradients(step(model, x), step(fast, x))
+    assert "1" not in fast.skip_report[0].skipped
+
+
+def test_a_layer_that_is_replaced():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), Backdrop2d(0.9)).double()
+    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    step(fast, x)
+    model[0] = nn.Conv2d(1, 2, 5, padding=1).double()
+    fast[0] = copy.deepcopy(model[0])
+    assert_same_gradients(step(model, x), step(fast, x))
