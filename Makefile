@@ -1,7 +1,8 @@
 # make test, make demo: all that is needed to try the library. Both set up a virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
 .PHONY: test demo lint docs bench clean
@@ -26,6 +27,7 @@ bench: $(VENV)/installed
 clean:
 	rm -rf $(VENV) site
 
+# timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part.
 # Another version of torch or Python, beside the usual environment:
 #   make test TORCH=2.6.0 PYTHON=python3.10 VENV=.venv-oldest
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -33,4 +35,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,docs,experiments]'
+	$(if $(filter $(PINNED),$(TORCH)),$(BIN)/python -m pip install --quiet --no-deps --constraint $(VENV)/constraints.txt timm torchvision)
 	touch $@

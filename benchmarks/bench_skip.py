@@ -1,15 +1,18 @@
 """What skipping saves: a training step with plain masks, with Skip, and with two ways to save memory alone, in one run.
 
-    python benchmarks/bench_skip.py [--device cuda] [--json FILE] [--plot FOLDER]
+    python benchmarks/bench_skip.py [--device cuda] [--sweep] [--json FILE] [--plot FILE]
+    python benchmarks/bench_skip.py --again FILE --plot FILE
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
 `skip_blocked(model)`, of the plain model inside torch.utils.checkpoint, of the plain model recomputed part by part as
 GradCache does it, and the forward pass alone without gradients, which is the limit. Time is the median over rounds
-in which they take turns; memory is the peak above what lay there before the step. Goals stand in GOALS.
+in which they take turns; memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds
+other p and image sizes, which `--plot` draws; `--again` draws the figures of an earlier run.
 """
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import time
@@ -74,15 +77,16 @@ def gp_network(norm, small, large):
 def all_cnn_case(norm, images, p, device):
     policy = "sampled" if norm == "BatchNorm" else "exact"
     name = f"All-CNN, {norm}{' sampled' if policy == 'sampled' else ''}, {images} images, p={p:g}, {device}"
-    return name, all_cnn(NORMS[norm], Backdrop(p, exact=True)), torch.randn(images, 3, 32, 32), policy
+    model, x = all_cnn(NORMS[norm], Backdrop(p, exact=True)), torch.randn(images, 3, 32, 32)
+    return {"case": name, "network": f"All-CNN, {norm}", "p": p, "size": 32}, model, x, policy
 
 
 def gp_case(images, size, p, device, exact=True):
     small, large = (Backdrop2d(value, exact=exact) for value in p)
-    name = (
-        f"GP, BatchNorm sampled, {images} x {size}^2, p=({p[0]:g}, {p[1]:g}){'' if exact else ', Bernoulli'}, {device}"
-    )
-    return name, gp_network(nn.BatchNorm2d, small, large), torch.randn(images, 1, size, size), "sampled"
+    drawn = "" if exact else ", Bernoulli"
+    name = f"GP, BatchNorm sampled, {images} x {size}^2, p=({p[0]:g}, {p[1]:g}){drawn}, {device}"
+    model, x = gp_network(nn.BatchNorm2d, small, large), torch.randn(images, 1, size, size)
+    return {"case": name, "network": f"GP{drawn}", "p": p[0], "size": size}, model, x, "sampled"
 
 
 def cases(device, sweep):
@@ -149,7 +153,7 @@ def seconds(run, cuda):
     return time.perf_counter() - begin
 
 
-def measure(name, model, x, policy, device, rounds):
+def measure(case, model, x, policy, device, rounds):
     cuda = device == "cuda"
     model, x = model.to(device), x.to(device)
     fast = skip_blocked(model, statistics=policy)
@@ -162,14 +166,15 @@ def measure(name, model, x, policy, device, rounds):
         "forward": lambda: forward_only(model, x),
     }
     times = {key: [] for key in runs}
-    for i in track(range(2 + rounds), name, transient=True):
+    for i in track(range(2 + rounds), case["case"], transient=True):
         for key, run in runs.items():
             elapsed = seconds(run, cuda)
             if i >= 2:  # two rounds to warm up
                 times[key].append(elapsed)
     medians = {key: statistics.median(values) for key, values in times.items()}
     memory = {key: peak_bytes(run, x) for key, run in runs.items()}
-    row = {"case": name, "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"}
+    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    row = {**case, "device": device}
     for key in runs:
         row[f"{key}_ms"] = medians[key] * 1e3
         row[f"{key}_mb"] = None if memory[key] is None else memory[key] / 1e6
@@ -206,13 +211,66 @@ def show(rows):
     Console(width=170).print(table)
 
 
+WAYS = {"plain": "plain masks", "checkpoint": "checkpoint", "gradcache": "GradCache", "skip": "Skip"}
+
+
+def draw(rows, file):
+    """Time and memory, each over that of the forward pass alone, against p and against the size of the image."""
+    import matplotlib.pyplot as plt
+
+    networks = list(dict.fromkeys(row["network"] for row in rows if "Bernoulli" not in row["network"]))
+    at = max((row["p"] for row in rows if row["network"] == "GP" and row["size"] != 1024), default=None)
+    panels = [(name, "p", [row for row in rows if row["network"] == name and _usual(row, rows)]) for name in networks]
+    panels.append(("GP", "size", [row for row in rows if row["network"] == "GP" and row["p"] == at]))
+    figure, axes = plt.subplots(2, len(panels), figsize=(3.4 * len(panels), 6), squeeze=False, layout="constrained")
+    for column, (name, key, chosen) in enumerate(panels):
+        chosen = sorted(chosen, key=lambda row: row[key])
+        title = f"{name}, {chosen[0]['size']} pixels" if key == "p" else f"{name}, p = {at:g}"
+        for axis, unit, label in ((axes[0][column], "ms", "time"), (axes[1][column], "mb", "peak memory")):
+            for way, legend in WAYS.items():
+                values = [row[f"{way}_{unit}"] / row[f"forward_{unit}"] for row in chosen]
+                x = [-_decades(row["p"]) if key == "p" else row["size"] for row in chosen]
+                axis.plot(x, values, marker="o", label=legend, linewidth=2.5 if way == "skip" else 1.2)
+            axis.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+            axis.set(title=title, ylabel=f"{label} / forward pass alone", ylim=(0, None))
+            if key == "p":
+                axis.set_xticks(
+                    [-_decades(row["p"]) for row in chosen], [f"{row['p']:g}" for row in chosen], rotation=60
+                )
+            else:
+                axis.set_xscale("log", base=2)
+            axis.set_xlabel("p" if key == "p" else "pixels along a side")
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle(f"One training step, {rows[0]['device']}")
+    figure.savefig(file, dpi=110)
+
+
+def _usual(row, rows):
+    """Whether a row has the size that most rows of its network have."""
+    sizes = [other["size"] for other in rows if other["network"] == row["network"]]
+    return row["size"] == statistics.mode(sizes)
+
+
+def _decades(p):
+    return math.log10(1 - p)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--sweep", action="store_true", help="also over p and image size, for the plots")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="also draw them into this file")
+    parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
     arguments = parser.parse_args()
+    rows = json.loads(arguments.again.read_text())["rows"] if arguments.again else run(arguments)
+    show(rows)
+    if arguments.plot:
+        draw(rows, arguments.plot)
+
+
+def run(arguments):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     rows = []
@@ -222,7 +280,7 @@ def main():
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             text = json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
             arguments.json.write_text(text)
-    show(rows)
+    return rows
 
 
 if __name__ == "__main__":

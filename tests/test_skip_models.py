@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from foreign import import_or_skip
-from skipping import ChannelNorm, always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
 from backdrop.schedules import LinearP
 from backdrop.skip import Report
+from foreign import import_or_skip
+from skipping import ChannelNorm, always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 
 
 @pytest.fixture(autouse=True)

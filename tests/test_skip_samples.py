@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from foreign import import_or_skip
 from hypothesis import given
 from hypothesis import strategies as st
-from skipping import always_skip, assert_close, assert_same_gradients, check, step
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, Skip, functional, skip_blocked
+from foreign import import_or_skip
+from skipping import always_skip, assert_close, assert_same_gradients, check, step
 
 
 @pytest.fixture(autouse=True)

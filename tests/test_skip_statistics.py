@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from skipping import always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
 from backdrop.skip.finish import Finish, Moments, finish
+from skipping import always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ def test_running_statistics_are_updated_once_per_step(policy, mask, momentum):
 @pytest.mark.parametrize("settings", [{"affine": False}, {"track_running_stats": False}])
 @pytest.mark.parametrize("mask", [Backdrop(0.8), Backdrop2d(0.9)], ids=["samples", "positions"])
 def test_kinds_of_batch_norm(settings, mask):
-    """With constants for statistics, the gradient is that of a network with the same affine map in place of the layer."""
+    """With constants for statistics, the gradient is that of the same affine map in place of the layer."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, **settings), nn.Tanh(), mask).double()
     x = torch.randn(6, 2, 12, 12, dtype=torch.float64)
     fast = skip_blocked(model, statistics="frozen")

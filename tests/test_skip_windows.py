@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from skipping import ChannelNorm, always_skip, assert_same_gradients, check, ran_windows, step
 from torch import nn
 
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
+from skipping import ChannelNorm, always_skip, assert_same_gradients, check, ran_windows, step
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 MAX_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}

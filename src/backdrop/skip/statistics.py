@@ -108,9 +108,6 @@ def _count_batch(layer: _BatchNorm, *parts: Tensor) -> float:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance per channel, in at least float32."""
-    if x.is_cuda:
-        mean, inverse_std = torch.batch_norm_stats(x, 0.0)
-        return mean, inverse_std.square().reciprocal()
     x = x.float() if x.dtype.itemsize < 4 else x
     variance, mean = torch.var_mean(x, [axis for axis in range(x.ndim) if axis != 1], correction=0)
     return mean, variance

@@ -124,8 +124,8 @@ def _place(plan: Plan, units: Tensor, real: int, device: torch.device) -> Window
     columns = [units, ranges.flatten(1), *(along for axes in cells.values() for along in axes)]
     widths = [column.shape[1] for column in columns]
     packed = list(torch.split(torch.cat(columns, 1).to(device, non_blocking=True), widths, 1))
-    inside_maps = packed[1].to(torch.int32).view(len(units), len(plan.maps), unit.shape[-1], 2).transpose(0, 1).contiguous()
-    inside = {key: Inside(inside_maps[i], counts[i] == everything[i], counts[i]) for i, key in enumerate(plan.maps)}
+    spans = packed[1].to(torch.int32).view(len(units), len(plan.maps), unit.shape[-1], 2).transpose(0, 1).contiguous()
+    inside = {key: Inside(spans[i], counts[i] == everything[i], counts[i]) for i, key in enumerate(plan.maps)}
     taken = iter(packed[2:])
     placed = {node: [next(taken) for _ in along] for node, along in cells.items()}
     return Windows(packed[0][:, 0], packed[0][:, 1:], placed, real, inside)
