@@ -8,13 +8,13 @@ every Backdrop layer of a model. The paper names this as future work.
 >>> from torch import nn
 >>> from backdrop import Backdrop2d, skip_blocked
 >>> stage = [nn.Conv2d(1, 8, 5, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
->>> plain = nn.Sequential(*stage, Backdrop2d(0.99, exact=True), nn.Flatten(), nn.Linear(8 * 63 * 63, 2))
+>>> plain = nn.Sequential(*stage, Backdrop2d(0.99, exact=True), nn.Flatten(), nn.Linear(8 * 255 * 255, 2))
 >>> model = skip_blocked(plain)
->>> model(torch.randn(1, 1, 255, 255)).sum().backward()
+>>> model(torch.randn(1, 1, 1023, 1023)).sum().backward()
 >>> print(model.skip_report)
 3: drops positions
   skipped: 0, 1, 2
-  last step: 40 of 3969 units were computed again
+  last step: 650 of 65025 units were computed again
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from backdrop.layers import Backdrop
-from backdrop.skip.program import Programs, Report, untraceable
+from backdrop.skip import samples
+from backdrop.skip.program import Programs, untraceable
+from backdrop.skip.report import Report
 from backdrop.skip.statistics import STATISTICS, Statistics
 
 __all__ = ["Report", "Skip", "skip_blocked"]
@@ -49,6 +51,8 @@ class Skip(nn.Module):
     too, except where samples are dropped and no layer has batch statistics.
 
     Examples:
+        >>> import torch
+        >>> from backdrop import Backdrop
         >>> encoder = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
         >>> skip = Skip(encoder, Backdrop(0.9, exact=True))
         >>> skip(torch.randn(5000, 64)).sum().backward()
@@ -77,7 +81,8 @@ class Skip(nn.Module):
         return self._programs.on_samples(self.module, self.mask, args, kwargs)
 
     def _plain(self, x: Tensor) -> Any:
-        return self.mask(self.module(x))
+        out = self.module(x)
+        return self.mask(out) if isinstance(out, (Tensor, fx.Proxy)) else samples.mask_outputs(self.mask, out)
 
     def extra_repr(self) -> str:
         return "" if self.statistics == "exact" else f"statistics={self.statistics!r}"

@@ -1,12 +1,14 @@
 """The cost model: roughly how long a forward pass takes, to tell when skipping would not pay.
 
 A call takes a fixed time to launch, plus time for its multiplications, plus time for the numbers it writes; a backward
-pass takes twice as long as the forward pass. The rates are those of a middling machine: they decide between two
-ways to compute the same gradient, and near the border between them both take about as long.
+pass takes twice as long as the forward pass. The rates were measured once, on two cores and on an H200, with
+benchmarks/bench_skip.py. They decide between two ways to compute the same gradient; near the border between them both
+take about as long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,13 @@ from torch.utils.flop_counter import flop_registry
 class Rates(NamedTuple):
     multiplications: float  # per second
     numbers: float  # read, changed and written, per second
-    call: float  # seconds
+    call: float  # seconds that a call takes at least
+    window_call: float  # seconds that a call on windows takes at least, forward and backward
+    windows: float  # the time of the same work on windows over that on the whole map
 
 
-RATES = {"cpu": Rates(5e10, 1e9, 1e-5)}
-GPU = Rates(5e13, 4e11, 1e-5)
+CPU = Rates(5e10, 1e9, 1e-5, 1.5e-4, 1.0)
+GPU = Rates(3.5e13, 2.5e11, 1e-5, 3e-4, 0.65)
 
 
 class Cost(NamedTuple):
@@ -35,9 +39,20 @@ class Cost(NamedTuple):
 
     def seconds(self, device: torch.device, share: float = 1.0, calls: float = 1.0) -> float:
         """For a share of the data, and with each call made so many times."""
-        rates = RATES.get(device.type, GPU)
-        work = self.multiplications / rates.multiplications + self.numbers / rates.numbers
-        return self.calls * calls * rates.call + work * share
+        rates = CPU if device.type == "cpu" else GPU
+        return self.calls * calls * rates.call + share * self._work(rates)
+
+    def seconds_on_windows(self, device: torch.device, windows: float) -> float:
+        """Forward and backward on so many windows, if this is the cost of one."""
+        rates = CPU if device.type == "cpu" else GPU
+        return self.calls * rates.window_call + 3 * windows * rates.windows * self._work(rates)
+
+    def _work(self, rates: Rates) -> float:
+        return self.multiplications / rates.multiplications + self.numbers / rates.numbers
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 def pays(spent: float, saved: float) -> bool:

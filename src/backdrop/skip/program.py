@@ -11,40 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from backdrop._draw import is_zero
 from backdrop.layers import Backdrop
-from backdrop.skip import cost, graph, replay, rules, samples, statistics
+from backdrop.skip import graph, rules, samples, statistics, stretches
 from backdrop.skip.plan import make_plan
-
-
-@dataclass
-class Entry:
-    """What the report says of one mask."""
-
-    mask: str  # its dotted path
-    drops: str = ""  # samples or positions
-    skipped: list[str] = field(default_factory=list)  # the calls whose blocked gradients are not computed
-    kept: list[tuple[str, str]] = field(default_factory=list)  # where that ends: path and reason
-    last: str = "not run yet"  # how the last step was computed
-
-    def __str__(self) -> str:
-        lines = [f"{self.mask}: drops {self.drops}" if self.drops else f"{self.mask}:"]
-        if self.skipped:
-            lines.append(f"  skipped: {', '.join(self.skipped)}")
-        lines += [f"  not skipped from {path} down: {reason}" for path, reason in self.kept]
-        return "\n".join([*lines, f"  last step: {self.last}"])
-
-
-class Report(list[Entry]):
-    """What is skipped, what is not, and why: one entry per mask."""
-
-    def update(self, entries: Sequence[Entry]) -> None:
-        """Replace the entries of these masks."""
-        known = {entry.mask: entry for entry in (*self, *entries)}
-        self[:] = known.values()
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no training step was run yet"
+from backdrop.skip.report import Entry, Report
 
 
 class Programs:
@@ -71,7 +41,7 @@ class Programs:
         if key not in self.made:
             self.made[key] = Program(self.root, constants, self.policy, self.path, self.strict)
         self.report.update(self.made[key].entries)
-        return self.made[key].run(list(bound.arguments.values()))
+        return self.made[key].run(list(bound.arguments.values()), lambda: plain(*args, **kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,13 +100,17 @@ class Program:
         self.entries = [Entry(path + str(stretch.mask.target)) for stretch in self.stretches]
         self.plans: dict[Any, Plan] = {}
 
-    def run(self, inputs: Sequence[Any]) -> Any:
+    def run(self, inputs: Sequence[Any], plain: Callable[[], Any]) -> Any:
+        """Run the calls on these inputs, or `plain()` where nothing is to be skipped this time."""
         key = tuple(value.shape if isinstance(value, Tensor) else None for value in inputs)
         if key not in self.plans:
             self.plans[key] = self._plan(inputs)
+        plan = self.plans[key]
+        plain_ones = [skip.stays_plain() for skip in plan.skips.values()]  # each writes its reason into the report
+        if all(plain_ones):
+            return plain()
         values: dict[fx.Node, Any] = {}
         given = iter(inputs)
-        plan = self.plans[key]
         for node in plan.order:
             if node.op == "output":
                 return fx.map_arg(node.args[0], values.__getitem__)
@@ -184,7 +158,9 @@ class Program:
             plan.last_use.setdefault(node, []).append(source)
         return plan
 
-    def _skip_samples(self, stretch: graph.Stretch, mask: Backdrop, entry: Entry) -> tuple[Any, graph.Stretch]:
+    def _skip_samples(
+        self, stretch: graph.Stretch, mask: Backdrop, entry: Entry
+    ) -> tuple[stretches.Skipping | None, graph.Stretch]:
         entry.drops = "samples"
         behind: set[fx.Node] = set()
         for node in reversed(stretch.calls):
@@ -202,40 +178,11 @@ class Program:
         if not any(node.op.startswith("call") for node in owned.calls):
             entry.last = "plain: nothing can be skipped"
             return None, owned
-
-        lean = graph.lean(self.root, owned)
-
-        def function(*entries: Any) -> Any:
-            return graph.run(owned if torch.is_grad_enabled() else lean, entries)
-
-        layers = [m for node in owned.calls if (layer := self._layer(node)) for m in layer.modules()]
-
-        def joint(node: fx.Node, parts: list[dict[fx.Node, Any]]) -> list[Any] | None:
-            layer = self._layer(node)
-            if layer not in skip.norms:
-                return None
-            (source,) = node.all_input_nodes
-            reuse = len(source.users) == 1 and source not in owned.entries
-            xs = [values.pop(source) if reuse else values[source] for values in parts]
-            return statistics.normalise_together(layer, xs, self.policy, reuse)
-
-        def together(parts: list[Any], policy: statistics.Statistics) -> list[Any]:
-            values = [dict(zip(owned.entries, part, strict=True)) for part in parts]
-            return graph.run_together(owned, lean, values, joint)
-
-        skip = samples.Samples(function, layers, mask, self.policy, together)
-
-        def run(entries: list[Any]) -> Any:
-            if not _wants_skipping(mask, entries, owned, self.root):
-                return samples.mask_outputs(mask, function(*entries))
-            out, entry.last = skip(*entries)
-            return out
-
-        return run, owned
+        return stretches.SampleSkip(self.root, owned, mask, self.policy, entry), owned
 
     def _skip_positions(
         self, stretch: graph.Stretch, mask: Backdrop, entry: Entry, shapes: dict[fx.Node, torch.Size]
-    ) -> tuple[Any, graph.Stretch]:
+    ) -> tuple[stretches.Skipping | None, graph.Stretch]:
         entry.drops = "positions"
         plan = make_plan(self.root, stretch, mask, shapes, self.order, self.policy)
         for node, reason in plan.refused:
@@ -250,28 +197,7 @@ class Program:
         if not plan.steps or not owned.entries or not plan.units():
             entry.last = "plain: nothing can be skipped"
             return None, owned
-        dense = cost.Cost(*map(sum, zip(*(plan.cost(node) for node in plan.steps), strict=True)))
-        window = cost.Cost(*map(sum, zip(*(plan.cost(node, 1) for node in plan.steps), strict=True)))
-        units = plan.units()
-        owners = _parameters(self.root, owned)
-
-        def plain(entries: list[Any]) -> Any:
-            return mask(graph.run(owned, entries))
-
-        def run(entries: list[Any]) -> Any:
-            if not _wants_skipping(mask, entries, owned, self.root):
-                return plain(entries)
-            device = entries[0].device
-            count = max(1.0, units * (1 - float(mask.p)))
-            saved = 2 * dense.seconds(device)
-            spent = 3 * window.seconds(device, count)
-            if not cost.pays(spent, saved):
-                entry.last = f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
-                return plain(entries)
-            one = replay.Run(self.root, plan, mask, self.policy, list(owners.values()), entry)
-            return replay.Skipped.apply(one, *entries, *owners)  # type: ignore[no-untyped-call]
-
-        return run, owned
+        return stretches.PositionSkip(self.root, plan, mask, self.policy, entry), owned
 
     def _layer(self, node: fx.Node) -> nn.Module | None:
         return graph.attribute(self.root, str(node.target)) if node.op == "call_module" else None
@@ -290,7 +216,7 @@ class Plan:
     """A program for inputs of known shapes."""
 
     order: list[fx.Node] = field(default_factory=list)
-    skips: dict[fx.Node, Callable[[list[Any]], Any]] = field(default_factory=dict)  # by the mask at the end
+    skips: dict[fx.Node, stretches.Skipping] = field(default_factory=dict)  # by the mask at the end
     entries: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     last_use: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
@@ -298,34 +224,3 @@ class Plan:
 def _drops_samples(mask: Any, ndim: int | None = None) -> bool:
     dims = (mask.dims,) if isinstance(mask.dims, int) else tuple(mask.dims)
     return dims == (0,) or (ndim is not None and dims == (-ndim,))
-
-
-def _wants_skipping(mask: Backdrop, entries: Sequence[Any], stretch: graph.Stretch, root: nn.Module) -> bool:
-    """Whether the mask will do something here, and its stretch can be taken apart."""
-    if not mask.training or is_zero(mask.p) or torch._C._are_functorch_transforms_active():
-        return False
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
-    if not tensors or not all(tensor.numel() for tensor in tensors):
-        return False
-    return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in _parameters(root, stretch))
-
-
-def _parameters(root: nn.Module, stretch: graph.Stretch) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """The parameters of a stretch, and where each of them lives."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for node in stretch.calls:
-        places: list[tuple[nn.Module, str]] = []
-        if node.op == "call_module":
-            modules = graph.attribute(root, str(node.target)).modules()
-            places = [(module, name) for module in modules for name in module._parameters]
-        elif node.op == "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            module = graph.attribute(root, path) if path else root
-            places = [(module, name)] if name in module._parameters else []
-        for module, name in places:
-            parameter = module._parameters[name]
-            if parameter is not None and (module, name) not in owners.setdefault(parameter, []):
-                owners[parameter].append((module, name))
-    return owners

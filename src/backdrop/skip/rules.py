@@ -92,6 +92,8 @@ def find(call: Call) -> Step:
     if call.layer is not None:
         if graph.has_hooks(call.layer):
             raise UnsupportedError("it has hooks, which would not run on windows")
+        if any(True for _ in getattr(call.layer, "parametrizations", nn.Module()).buffers()):
+            raise UnsupportedError("its parameters are computed anew, and change, each time they are used")
         for kind in type(call.layer).__mro__:
             if kind in LAYERS:
                 return LAYERS[kind](call)

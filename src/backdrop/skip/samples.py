@@ -7,6 +7,7 @@ the module together, and the statistics are those of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,19 +43,20 @@ class Samples:
         layers: Sequence[nn.Module],
         mask: Backdrop,
         policy: statistics.Statistics,
-        together: Callable[[list[Any], statistics.Statistics], list[Any]] | None = None,
+        together: Callable[[list[Any]], list[Any]] | None = None,
     ) -> None:
         self.function, self.mask, self.policy, self.together = function, mask, policy, together
         self.layers = layers
         self.norms = [m for m in layers if isinstance(m, _BatchNorm) and statistics.uses_batch_statistics(m)]
         self.costs: dict[Any, cost.Cost | str] = {}
+        self.last: tuple[cost.Cost | str, Rows] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, str]:
         """The outputs, and in words how they were computed."""
         given = (args, kwargs)
         rows = batch_size(given)
-        known = self._probe(given, rows)
-        plain = known if isinstance(known, str) else self._why_not(known, rows)
+        self.last = self._probe(given, rows), rows
+        plain = self.plain_because()
         if plain:
             return mask_outputs(self.mask, self.function(*args, **kwargs)), plain
         split = self._split(rows)
@@ -87,8 +89,13 @@ class Samples:
                         buffer.copy_(before)
         return self.costs[key]
 
-    def _why_not(self, known: cost.Cost, rows: Rows) -> str:
-        """Why running all samples with gradients is faster, or nothing."""
+    def plain_because(self) -> str:
+        """Why inputs like the last ones are better run with gradients altogether; nothing if they are not."""
+        if self.last is None:
+            return ""
+        known, rows = self.last
+        if isinstance(known, str):
+            return known
         if rows.number < 2:
             return "there is one sample"
         p = float(self.mask.p)
@@ -131,7 +138,7 @@ class Samples:
         count = len(split.kept) + len(split.rest)
         parts = [_take(given, rows, count)[0] for rows in (split.kept, *self._parts(split))]
         assert self.together is not None
-        outputs = self.together(parts, self.policy)
+        outputs = self.together(parts)
         merged: list[Tensor] = []
         with torch.no_grad():
             for rows, output in zip((split.kept, *self._parts(split)), outputs, strict=True):
@@ -140,8 +147,9 @@ class Samples:
 
     def _parts(self, split: Split) -> Sequence[Tensor]:
         """The rows without gradients that run at a time."""
-        parts = -(-len(split.rest) // max(AT_ONCE, 4 * len(split.kept)))
-        return split.rest.tensor_split(parts) if parts else ()
+        parts = len(split.rest) / max(AT_ONCE, 4 * len(split.kept))
+        parts = round(parts) if self.norms else math.ceil(parts)  # with norms all parts are there at once anyway
+        return split.rest.tensor_split(max(1, parts)) if len(split.rest) else ()
 
 
 class Rows(NamedTuple):

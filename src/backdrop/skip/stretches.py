@@ -1,0 +1,145 @@
+"""One stretch of a model and the mask at its end, skipped where that pays and plain where it does not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from backdrop._draw import is_zero
+from backdrop.layers import Backdrop
+from backdrop.skip import cost, graph, replay, samples, statistics
+from backdrop.skip.plan import Plan
+from backdrop.skip.report import Entry
+
+
+class Skipping(ABC):
+    """Computes `mask(stretch(...))` from the values that enter the stretch."""
+
+    def __init__(
+        self, root: nn.Module, stretch: graph.Stretch, mask: Backdrop, policy: statistics.Statistics, entry: Entry
+    ) -> None:
+        self.root, self.stretch, self.mask, self.policy, self.entry = root, stretch, mask, policy, entry
+        self.places = _places(root, stretch)
+
+    def __call__(self, values: list[Any]) -> Any:
+        if not self._is_wanted(values):
+            return samples.mask_outputs(self.mask, graph.run(self.stretch, values))
+        return self.run(values)
+
+    @abstractmethod
+    def run(self, values: list[Any]) -> Any:
+        """With the mask at work, skip what it blocks or say in the report why not."""
+
+    @abstractmethod
+    def stays_plain(self) -> bool:
+        """Whether it is known in advance that nothing will be skipped; says so in the report."""
+
+    def parameters(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+        """The parameters of the stretch as they are now, and where each of them lives."""
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module, name in self.places:
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+        return owners
+
+    def _is_wanted(self, values: Sequence[Any]) -> bool:
+        """Whether the mask will do something here, and the stretch can be taken apart."""
+        if not self.mask.training or is_zero(self.mask.p) or torch._C._are_functorch_transforms_active():
+            return False
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not tensors or not all(tensor.numel() for tensor in tensors):
+            return False
+        return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in self.parameters())
+
+
+class PositionSkip(Skipping):
+    """Positions dropped: see replay.py."""
+
+    def __init__(
+        self, root: nn.Module, plan: Plan, mask: Backdrop, policy: statistics.Statistics, entry: Entry
+    ) -> None:
+        super().__init__(root, plan.stretch, mask, policy, entry)
+        self.plan = plan
+        self.dense = cost.total(plan.cost(node) for node in plan.steps)
+        self.window = cost.total(plan.cost(node, 1) for node in plan.steps)
+        self.device: torch.device | None = None  # until the first call
+
+    def stays_plain(self) -> bool:
+        if self.device is None:
+            return False
+        kept = max(1.0, self.plan.units() * (1 - float(self.mask.p)))
+        saved = 2 * self.dense.seconds(self.device)
+        spent = self.window.seconds_on_windows(self.device, kept)
+        if cost.pays(spent, saved):
+            return False
+        self.entry.last = f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
+        return True
+
+    def run(self, values: list[Any]) -> Any:
+        self.device = values[0].device
+        if self.stays_plain():
+            return self.mask(graph.run(self.stretch, values))
+        owners = self.parameters()
+        one = replay.Run(self.root, self.plan, self.mask, self.policy, list(owners.values()), self.entry)
+        return replay.Skipped.apply(one, *values, *owners)  # type: ignore[no-untyped-call]
+
+
+class SampleSkip(Skipping):
+    """Samples dropped: see samples.py."""
+
+    def __init__(
+        self, root: nn.Module, stretch: graph.Stretch, mask: Backdrop, policy: statistics.Statistics, entry: Entry
+    ) -> None:
+        super().__init__(root, stretch, mask, policy, entry)
+        self.lean = graph.lean(root, stretch)
+        self.layers = {
+            node: graph.attribute(root, str(node.target)) for node in stretch.calls if node.op == "call_module"
+        }
+        inside = [module for layer in self.layers.values() for module in layer.modules()]
+        self.samples = samples.Samples(self._function, inside, mask, policy, self._together)
+
+    def stays_plain(self) -> bool:
+        why = self.samples.plain_because()
+        if why:
+            self.entry.last = why
+        return bool(why)
+
+    def run(self, values: list[Any]) -> Any:
+        out, self.entry.last = self.samples(*values)
+        return out
+
+    def _function(self, *values: Any) -> Any:
+        return graph.run(self.stretch if torch.is_grad_enabled() else self.lean, values)
+
+    def _together(self, parts: list[Any]) -> list[Any]:
+        values = [dict(zip(self.stretch.entries, part, strict=True)) for part in parts]
+        return graph.run_together(self.stretch, self.lean, values, self._normalise)
+
+    def _normalise(self, node: fx.Node, parts: list[dict[fx.Node, Any]]) -> list[Any] | None:
+        layer: Any = self.layers.get(node)
+        if layer not in self.samples.norms:
+            return None
+        (source,) = node.all_input_nodes
+        reuse = len(source.users) == 1 and source not in self.stretch.entries
+        xs = [values.pop(source) if reuse else values[source] for values in parts]
+        return statistics.normalise_together(layer, xs, self.policy, reuse)
+
+
+def _places(root: nn.Module, stretch: graph.Stretch) -> list[tuple[nn.Module, str]]:
+    """Every module of a stretch and every name under which it may have a parameter, once."""
+    places: dict[tuple[nn.Module, str], None] = {}
+    for node in stretch.calls:
+        if node.op == "call_module":
+            for module in graph.attribute(root, str(node.target)).modules():
+                places |= dict.fromkeys((module, name) for name in module._parameters)
+        elif node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            places[graph.attribute(root, path) if path else root, name] = None
+    return list(places)
