@@ -218,9 +218,7 @@ def spread(values):
 
 
 def show_accuracy(rows, console):
-    table = Table(
-        title="Test accuracy in percent, mean ± standard deviation over seeds; median seconds to train and test"
-    )
+    table = Table(title="Test accuracy in percent, mean ± standard deviation over seeds; median time")
     for heading in ("variant", "total", "minus exact", "small scale", "large scale", "training images", "seconds"):
         table.add_column(heading, justify="left" if heading == "variant" else "right")
     by_seed = {(row["variant"], row["seed"]): row for row in rows}

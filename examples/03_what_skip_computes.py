@@ -2,9 +2,9 @@
 
     python examples/03_what_skip_computes.py [--output FILE]
 
-A fine Backdrop2d keeps 2% of the 64 x 64 positions behind two blocks of convolutions and pooling. Forward, every cell of
-every map is computed, and none is kept in memory. Backward, the gradient is zero but for the cells that a kept position
-was computed from: those are the windows that `skip_blocked` computes again. Takes seconds on a laptop.
+A fine Backdrop2d keeps 2% of the 64 x 64 positions behind two blocks of convolutions and pooling. Forward, every cell
+of every map is computed, and none is kept in memory. Backward, the gradient is zero but for the cells that a kept
+position was computed from: those are the windows that `skip_blocked` computes again. Takes seconds on a laptop.
 """
 
 import argparse

@@ -355,3 +355,48 @@ def test_a_model_that_cannot_be_followed_at_all():
 
     with pytest.raises(ValueError, match=r"cannot follow the model \(TraceError"):
         skip_blocked(Odd())
+
+
+class FromDictionary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = network()
+
+    def forward(self, batch):
+        return self.body(batch["image"]) + batch["offset"]
+
+
+def test_inputs_in_a_dictionary():
+    model = FromDictionary()
+    fast = skip_blocked(model)
+    for size in (24, 30):
+        batch = {"image": images(size=size), "offset": torch.tensor(1.0)}
+        for each in (model, fast):
+            torch.manual_seed(0)
+            each.zero_grad()
+            each(batch).square().sum().backward()
+        assert ran_windows(fast)
+        for a, b in zip(model.parameters(), fast.parameters(), strict=True):
+            assert_close(a.grad, b.grad, 1e-10)
+
+
+def test_parameters_that_are_replaced():
+    model = network()
+    fast, x = skip_blocked(model), images()
+    step(fast, x)
+    model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))
+    fast.load_state_dict(model.state_dict(), assign=True)
+    fast[0].weight.requires_grad_()
+    assert_same_gradients(step(model, x), step(fast, x))
+
+
+def test_parametrized_layers():
+    from torch.nn.utils import parametrizations
+
+    model = network()
+    parametrizations.weight_norm(model[0])
+    assert ran_windows(check(model, images()))
+    model = network()
+    parametrizations.spectral_norm(model[3])
+    fast = check(model, images())
+    assert fast.skip_report[0].kept == [("3", "its parameters are computed anew, and change, each time they are used")]

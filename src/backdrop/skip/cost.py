@@ -27,7 +27,7 @@ class Rates(NamedTuple):
 
 
 CPU = Rates(5e10, 1e9, 1e-5, 1.5e-4, 1.0)
-GPU = Rates(3.5e13, 2.5e11, 1e-5, 3e-4, 0.65)
+GPU = Rates(3.5e13, 2.5e11, 1e-5, 4e-4, 0.65)
 
 
 class Cost(NamedTuple):
@@ -43,9 +43,10 @@ class Cost(NamedTuple):
         return self.calls * calls * rates.call + share * self._work(rates)
 
     def seconds_on_windows(self, device: torch.device, windows: float) -> float:
-        """Forward and backward on so many windows, if this is the cost of one."""
+        """Forward and backward on so many windows, if this is the cost of one. A GPU works while calls are made."""
         rates = CPU if device.type == "cpu" else GPU
-        return self.calls * rates.window_call + 3 * windows * rates.windows * self._work(rates)
+        calls, work = self.calls * rates.window_call, 3 * windows * rates.windows * self._work(rates)
+        return calls + work if device.type == "cpu" else max(calls, work)
 
     def _work(self, rates: Rates) -> float:
         return self.multiplications / rates.multiplications + self.numbers / rates.numbers

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from backdrop.layers import Backdrop
-from backdrop.skip import graph, rules, samples, statistics, stretches
+from backdrop.skip import graph, rules, samples, statistics, stretches, tree
 from backdrop.skip.plan import make_plan
 from backdrop.skip.report import Entry, Report
 
@@ -24,24 +24,47 @@ class Programs:
         self, root: nn.Module, path: str, policy: statistics.Statistics, report: Report, strict: bool = False
     ) -> None:
         self.root, self.path, self.policy, self.report, self.strict = root, path, policy, report, strict
-        self.made: dict[Any, Any] = {}  # a Program, or Samples where the module is one call
+        self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "made": {}}  # a program is never copied or stored
+        """A program is never copied or stored."""
+        names = ("root", "path", "policy", "report", "strict")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.signature = inspect.signature(graph.plain(self.root))
+        self.made: dict[Any, Any] = {}  # a Program, or Samples where the module is one call
+        self.current: tuple[State, dict[str, Any], Program] | None = None  # what the last call was made with
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break: the mask decides what is computed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain = graph.plain(self.root)
-        if not torch.is_grad_enabled() or not any(_is_active(m) for m in self.root.modules()):
+        if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        bound = inspect.signature(plain).bind(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        constants = {name: value for name, value in bound.arguments.items() if not isinstance(value, Tensor)}
-        key = (_state(self.root), tuple(sorted(constants.items())))
+        constants = {name: value for name, value in bound.arguments.items() if isinstance(value, tree.PLAIN)}
+        program = self._program(constants)
+        if program is None:
+            return plain(*args, **kwargs)
+        return program.run(list(bound.arguments.values()), lambda: plain(*args, **kwargs))
+
+    def _program(self, constants: dict[str, Any]) -> Program | None:
+        """The program for the model as it is now; None where no mask is at work."""
+        if self.current is not None:
+            state, known, program = self.current
+            if known == constants and state.is_unchanged():
+                return program if state.active else None
+        state = State(self.root)
+        key = (state.key, tuple(sorted(constants.items())))
         if key not in self.made:
             self.made[key] = Program(self.root, constants, self.policy, self.path, self.strict)
+        self.current = state, constants, self.made[key]
+        if not state.active:
+            return None
         self.report.update(self.made[key].entries)
-        return self.made[key].run(list(bound.arguments.values()), lambda: plain(*args, **kwargs))
+        return self.made[key]  # type: ignore[no-any-return]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,7 +84,7 @@ class Programs:
                 entry.kept.append((f"module.{path}", reason))
                 entry.last = "plain: nothing can be skipped"
                 return samples.mask_outputs(mask, module(*args, **kwargs))
-        key = _state(module)
+        key = State(module).key
         if key not in self.made:
             self.made[key] = samples.Samples(module, list(module.modules()), mask, self.policy)
         entry.skipped = ["module"]
@@ -69,13 +92,27 @@ class Programs:
         return out
 
 
+class State:
+    """What a program depends on and a user may change between calls: the modules, their modes, dropout's p."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = [(m, m.training, tuple(m._modules.values()), _dropout_p(m)) for m in root.modules()]
+        self.key = tuple((id(m), training, p) for m, training, _, p in self.modules)
+        self.active = any(_is_active(m) for m, *_ in self.modules)
+
+    def is_unchanged(self) -> bool:
+        return all(
+            m.training == training and tuple(m._modules.values()) == children and _dropout_p(m) == p
+            for m, training, children, p in self.modules
+        )
+
+
+def _dropout_p(module: nn.Module) -> float | None:
+    return module.p if isinstance(module, _DropoutNd) else None
+
+
 def _is_active(module: nn.Module) -> bool:
     return isinstance(module, Backdrop) and module.training
-
-
-def _state(root: nn.Module) -> tuple[Any, ...]:
-    """What a program depends on and a user may change between calls."""
-    return tuple((id(m), m.training, m.p if isinstance(m, _DropoutNd) else None) for m in root.modules())
 
 
 def untraceable(module: nn.Module) -> str | None:
@@ -102,7 +139,7 @@ class Program:
 
     def run(self, inputs: Sequence[Any], plain: Callable[[], Any]) -> Any:
         """Run the calls on these inputs, or `plain()` where nothing is to be skipped this time."""
-        key = tuple(value.shape if isinstance(value, Tensor) else None for value in inputs)
+        key = tuple(_shapes(value) for value in inputs)
         if key not in self.plans:
             self.plans[key] = self._plan(inputs)
         plan = self.plans[key]
@@ -219,6 +256,12 @@ class Plan:
     skips: dict[fx.Node, stretches.Skipping] = field(default_factory=dict)  # by the mask at the end
     entries: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     last_use: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape
+    return tuple((path, _shapes(leaf)) for path, leaf in tree.leaves(value) if isinstance(leaf, Tensor))
 
 
 def _drops_samples(mask: Any, ndim: int | None = None) -> bool:

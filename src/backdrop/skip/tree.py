@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -35,7 +35,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _parts(tree: Any, path: str) -> list[tuple[str, Any]] | None:
-    if isinstance(tree, (Tensor, *_PLAIN)):
+    if isinstance(tree, (Tensor, *PLAIN)):
         return None
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]
