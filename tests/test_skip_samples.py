@@ -144,7 +144,7 @@ def test_nested_outputs_without_skipping_share_one_mask(monkeypatch):
     grads = torch.autograd.grad(
         outputs.first.sum() + outputs.rest["list"][0].sum(), list(skip.module.b.parameters()), allow_unused=True
     )
-    assert skip.report[0].last.startswith("running all")
+    assert skip.report[0].last.startswith("plain: running all")
     assert grads[0] is not None
 
 
@@ -204,7 +204,7 @@ def test_a_module_that_mixes_samples_runs_plain():
             return x - x.mean(0)
 
     fast = check(nn.Sequential(nn.Linear(3, 4), Centre(), Backdrop(0.7)).double(), torch.randn(10, 3).double())
-    assert fast.skip_report[0].last == "its output for one sample depends on the others"
+    assert fast.skip_report[0].last == "plain: its output for one sample depends on the others"
 
 
 def test_a_mask_inside_that_spans_all_samples():
@@ -254,7 +254,7 @@ def test_eval_no_grad_and_p_zero_are_plain():
 def test_small_batches_run_plain(monkeypatch):
     monkeypatch.undo()
     fast = check(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Backdrop(0.5)).double(), torch.randn(6, 3).double())
-    assert fast.skip_report[0].last == "running all 6 samples with gradients is faster"
+    assert fast.skip_report[0].last == "plain: running all 6 samples with gradients is faster"
 
 
 def test_frozen_parameters_and_integer_inputs():

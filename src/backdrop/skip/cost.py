@@ -21,13 +21,15 @@ from torch.utils.flop_counter import flop_registry
 class Rates(NamedTuple):
     multiplications: float  # per second
     numbers: float  # read, changed and written, per second
-    call: float  # seconds that a call takes at least
-    window_call: float  # seconds that a call on windows takes at least, forward and backward
+    call: float  # seconds that a forward call takes the host
+    step_call: float  # the same for one with its backward call
+    window_call: float  # the same on windows
     windows: float  # the time of the same work on windows over that on the whole map
+    overlap: bool  # whether the device works while the host makes calls
 
 
-CPU = Rates(5e10, 1e9, 1e-5, 1.5e-4, 1.0)
-GPU = Rates(3.5e13, 2.5e11, 1e-5, 4e-4, 0.65)
+CPU = Rates(5e10, 1e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False)
+GPU = Rates(3.5e13, 2.5e11, 1e-4, 1.7e-4, 4e-4, 0.65, overlap=True)
 
 
 class Cost(NamedTuple):
@@ -37,19 +39,37 @@ class Cost(NamedTuple):
     multiplications: float
     numbers: float
 
-    def seconds(self, device: torch.device, share: float = 1.0, calls: float = 1.0) -> float:
-        """For a share of the data, and with each call made so many times."""
-        rates = CPU if device.type == "cpu" else GPU
-        return self.calls * calls * rates.call + share * self._work(rates)
+    def backward(self, device: torch.device) -> float:
+        """Seconds of the backward pass."""
+        rates = _rates(device)
+        return _both(rates, self.calls * (rates.step_call - rates.call), 2 * self._work(rates))
 
-    def seconds_on_windows(self, device: torch.device, windows: float) -> float:
-        """Forward and backward on so many windows, if this is the cost of one. A GPU works while calls are made."""
-        rates = CPU if device.type == "cpu" else GPU
-        calls, work = self.calls * rates.window_call, 3 * windows * rates.windows * self._work(rates)
-        return calls + work if device.type == "cpu" else max(calls, work)
+    def windows(self, device: torch.device, number: float) -> float:
+        """Seconds forward and backward on so many windows, if this is the cost of one."""
+        rates = _rates(device)
+        return _both(rates, self.calls * rates.window_call, 3 * number * rates.windows * self._work(rates))
+
+    def step(self, device: torch.device) -> float:
+        """Seconds forward and backward."""
+        rates = _rates(device)
+        return _both(rates, self.calls * rates.step_call, 3 * self._work(rates))
+
+    def step_of_some(self, device: torch.device, kept: float, parts: int) -> float:
+        """The same for a share of the samples, and forward alone for the others in so many parts."""
+        rates = _rates(device)
+        calls = self.calls * (rates.step_call + parts * rates.call) + 3 * rates.call  # to draw, split and merge
+        return _both(rates, calls, (1 + 2 * kept) * self._work(rates))
 
     def _work(self, rates: Rates) -> float:
         return self.multiplications / rates.multiplications + self.numbers / rates.numbers
+
+
+def _rates(device: torch.device) -> Rates:
+    return CPU if device.type == "cpu" else GPU
+
+
+def _both(rates: Rates, calls: float, work: float) -> float:
+    return max(calls, work) if rates.overlap else calls + work
 
 
 def total(costs: Iterable[Cost]) -> Cost:

@@ -42,13 +42,16 @@ class Programs:
         plain = graph.plain(self.root)
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        constants = {name: value for name, value in bound.arguments.items() if isinstance(value, tree.PLAIN)}
+        inputs, constants = args, {}
+        if kwargs or len(args) < len(self.signature.parameters) or not all(isinstance(x, Tensor) for x in args):
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            inputs = tuple(bound.arguments.values())
+            constants = {name: value for name, value in bound.arguments.items() if isinstance(value, tree.PLAIN)}
         program = self._program(constants)
         if program is None:
             return plain(*args, **kwargs)
-        return program.run(list(bound.arguments.values()), lambda: plain(*args, **kwargs))
+        return program.run(inputs, lambda: plain(*args, **kwargs))
 
     def _program(self, constants: dict[str, Any]) -> Program | None:
         """The program for the model as it is now; None where no mask is at work."""
@@ -96,19 +99,20 @@ class State:
     """What a program depends on and a user may change between calls: the modules, their modes, dropout's p."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.modules = [(m, m.training, tuple(m._modules.values()), _dropout_p(m)) for m in root.modules()]
-        self.key = tuple((id(m), training, p) for m, training, _, p in self.modules)
-        self.active = any(_is_active(m) for m, *_ in self.modules)
+        self.modules = list(root.modules())
+        self.containers = [m for m in self.modules if m._modules]
+        self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
+        self.found = self._look()
+        modes, _, p = self.found
+        self.key = (tuple(map(id, self.modules)), tuple(modes), tuple(p))
+        self.active = any(_is_active(m) for m in self.modules)
 
     def is_unchanged(self) -> bool:
-        return all(
-            m.training == training and tuple(m._modules.values()) == children and _dropout_p(m) == p
-            for m, training, children, p in self.modules
-        )
+        return self._look() == self.found
 
-
-def _dropout_p(module: nn.Module) -> float | None:
-    return module.p if isinstance(module, _DropoutNd) else None
+    def _look(self) -> tuple[list[bool], list[list[nn.Module | None]], list[float]]:
+        children = [list(m._modules.values()) for m in self.containers]
+        return [m.training for m in self.modules], children, [m.p for m in self.dropouts]
 
 
 def _is_active(module: nn.Module) -> bool:

@@ -80,7 +80,7 @@ class Samples:
                         whole = self.function(*given[0], **given[1])
                     self.costs[key] = meter.cost
                     if not self.norms and rows.number > 1 and not _depends_on_one(self.function, given, whole, rows):
-                        self.costs[key] = "its output for one sample depends on the others"
+                        self.costs[key] = "plain: its output for one sample depends on the others"
             finally:
                 for module in dropouts:
                     module.training = True
@@ -97,14 +97,12 @@ class Samples:
         if isinstance(known, str):
             return known
         if rows.number < 2:
-            return "there is one sample"
-        p = float(self.mask.p)
-        kept = max(1 / rows.number, 1 - p)
-        rest = known.seconds(rows.device, p)
-        skipped = rest + 3 * known.seconds(rows.device, kept)
-        if cost.pays(skipped, 3 * known.seconds(rows.device)):
+            return "plain: there is one sample"
+        kept = max(1.0, rows.number * (1 - float(self.mask.p)))
+        skipped = known.step_of_some(rows.device, kept / rows.number, self._number_of_parts(rows.number - kept, kept))
+        if cost.pays(skipped, known.step(rows.device)):
             return ""
-        return f"running all {rows.number} samples with gradients is faster"
+        return f"plain: running all {rows.number} samples with gradients is faster"
 
     def _split(self, rows: Rows) -> Split:
         weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=torch.float64))
@@ -147,9 +145,12 @@ class Samples:
 
     def _parts(self, split: Split) -> Sequence[Tensor]:
         """The rows without gradients that run at a time."""
-        parts = len(split.rest) / max(AT_ONCE, 4 * len(split.kept))
-        parts = round(parts) if self.norms else math.ceil(parts)  # with norms all parts are there at once anyway
-        return split.rest.tensor_split(max(1, parts)) if len(split.rest) else ()
+        parts = self._number_of_parts(len(split.rest), len(split.kept))
+        return split.rest.tensor_split(parts) if len(split.rest) else ()
+
+    def _number_of_parts(self, rest: float, kept: float) -> int:
+        parts = rest / max(AT_ONCE, 4 * kept)
+        return max(1, round(parts) if self.norms else math.ceil(parts))  # with norms all parts are there at once anyway
 
 
 class Rows(NamedTuple):

@@ -70,20 +70,28 @@ class PositionSkip(Skipping):
         self.dense = cost.total(plan.cost(node) for node in plan.steps)
         self.window = cost.total(plan.cost(node, 1) for node in plan.steps)
         self.device: torch.device | None = None  # until the first call
+        self.decided: tuple[float, str] = (-1.0, "")  # for which p, and why plain
 
     def stays_plain(self) -> bool:
         if self.device is None:
             return False
-        kept = max(1.0, self.plan.units() * (1 - float(self.mask.p)))
-        saved = 2 * self.dense.seconds(self.device)
-        spent = self.window.seconds_on_windows(self.device, kept)
+        p = float(self.mask.p)
+        if p != self.decided[0]:
+            self.decided = p, self._plain_because(p, self.device)
+        if self.decided[1]:
+            self.entry.last = self.decided[1]
+        return bool(self.decided[1])
+
+    def _plain_because(self, p: float, device: torch.device) -> str:
+        kept = max(1.0, self.plan.units() * (1 - p))
+        saved, spent = self.dense.backward(device), self.window.windows(device, kept)
         if cost.pays(spent, saved):
-            return False
-        self.entry.last = f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
-        return True
+            return ""
+        return f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
 
     def run(self, values: list[Any]) -> Any:
-        self.device = values[0].device
+        if self.device != values[0].device:
+            self.device, self.decided = values[0].device, (-1.0, "")
         if self.stays_plain():
             return self.mask(graph.run(self.stretch, values))
         owners = self.parameters()
