@@ -4,7 +4,7 @@
     python benchmarks/bench_skip.py --again FILE --plot FILE
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
-`skip_blocked(model)`, of the plain model inside torch.utils.checkpoint, of the plain model recomputed part by part as
+`skip_blocked(model)`, of the plain model checkpointed in segments, of the plain model recomputed part by part as
 GradCache does it, and the forward pass alone without gradients, which is the limit. Time is the median over rounds
 in which they take turns; memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds
 other p and image sizes, which `--plot` draws; `--again` draws the figures of an earlier run.
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from backdrop import Backdrop, Backdrop2d, skip_blocked
 from bench_layer import peak_bytes
@@ -39,6 +39,7 @@ GOALS = {  # case: (times faster than plain, memory over plain's, memory over th
     "GP, BatchNorm sampled, 4 x 1024^2, p=(0.99, 0.94), Bernoulli, cuda": (1.6 / 1.1, None, 1.1),
     "GP, BatchNorm sampled, 1 x 512^2, p=(0.999, 0.94), cpu": (2.0, None, None),
 }
+SEGMENTS = 5  # of the checkpointed model: about the square root of its layers
 NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(8, channels), "no norm": None}
 
 
@@ -124,7 +125,7 @@ def step(model, x):
 
 def checkpointed_step(model, x):
     model.zero_grad()
-    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+    checkpoint_sequential(model, SEGMENTS, x, use_reentrant=False).square().mean().backward()
 
 
 def cached_step(model, x, parts=8):

@@ -400,3 +400,83 @@ def test_parametrized_layers():
     parametrizations.spectral_norm(model[3])
     fast = check(model, images())
     assert fast.skip_report[0].kept == [("3", "its parameters are computed anew, and change, each time they are used")]
+
+
+class OverwritesEntry(nn.Module):
+    """What a rectifier overwrites is read again afterwards."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.a, self.b, self.relu, self.mask = nn.Linear(3, 3), nn.Linear(3, 3), nn.ReLU(inplace=True), mask
+
+    def forward(self, x):
+        h = self.a(x)
+        y = self.mask(self.b(self.relu(h)))
+        return y + h
+
+
+class OverwritesMeanwhile(OverwritesEntry):
+    """The input is changed after the stretch has read it and before its mask."""
+
+    def forward(self, x):
+        h = x * 2
+        y = self.b(torch.tanh(h))
+        h.mul_(3)
+        return self.mask(y) + h
+
+
+@pytest.mark.parametrize("kind", [OverwritesEntry, OverwritesMeanwhile])
+@pytest.mark.parametrize("mask", [Backdrop(0.7), Backdrop(0.9, (0, 1))])
+def test_operations_in_place_that_others_see(kind, mask):
+    x = torch.randn(8, 5, 3, dtype=torch.float64)
+    check(kind(mask).double(), x)
+
+
+class Sized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mask = nn.Conv2d(1, 2, 3), Backdrop2d(0.9)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.mask(torch.relu(y) / y.shape[1])
+
+
+def test_arguments_that_are_sizes():
+    fast = check(Sized().double(), images())
+    assert fast.skip_report[0].kept == [("truediv", "it takes something from another call that is not a tensor")]
+
+
+class DataDependent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mask = nn.Conv2d(1, 2, 3), Backdrop2d(0.9)
+
+    def forward(self, x):
+        return self.mask(self.conv(cut_rows(x)))
+
+
+def cut_rows(x):
+    return x[:, :, : int(x[0, 0, 0, 0])]
+
+
+torch.fx.wrap("cut_rows")
+
+
+def test_shapes_that_change_by_themselves_are_an_error():
+    fast = skip_blocked(DataDependent().double())
+    x = images()
+    x[0, 0, 0, 0] = 12
+    step(fast, x)
+    x[0, 0, 0, 0] = 9
+    with pytest.raises(RuntimeError, match="depend on the data"):
+        step(fast, x)
+
+
+def test_synchronised_batch_norm_runs_plain():
+    from backdrop.skip.program import Program
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.SyncBatchNorm(2), Backdrop2d(0.9))
+    program = Program(model, {}, "sampled", "", strict=False)
+    assert not program._plan([torch.randn(1, 1, 9, 9)]).skips
+    assert program.entries[0].last.startswith("plain: SyncBatchNorm")

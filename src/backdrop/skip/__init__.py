@@ -80,7 +80,7 @@ class Skip(nn.Module):
             return self._programs(*args)
         return self._programs.on_samples(self.module, self.mask, args, kwargs)
 
-    def _plain(self, x: Tensor) -> Any:
+    def _backdrop_plain(self, x: Tensor) -> Any:
         out = self.module(x)
         return self.mask(out) if isinstance(out, (Tensor, fx.Proxy)) else samples.mask_outputs(self.mask, out)
 

@@ -44,7 +44,8 @@ class _Tracer(fx.Tracer):
         self.reasons: dict[str, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Backdrop) or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+        skips = hasattr(m, "_backdrop_plain")
+        return isinstance(m, Backdrop) or skips or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         last = next(iter(reversed(self.graph.nodes)))
@@ -65,20 +66,35 @@ class _Tracer(fx.Tracer):
 def trace(root: nn.Module, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, str]]:
     """The calls that `root` makes, and why some modules could not be followed."""
     tracer = _Tracer()
-    if hasattr(root, "_plain"):
-        tracer.traced_func_name = "_plain"
+    tracer.traced_func_name = _plain_name(root)
     return tracer.trace(root, dict(constants) or None), tracer.reasons
 
 
 def plain(root: nn.Module) -> Callable[..., Any]:
     """What a module does by itself."""
-    name = "_plain" if hasattr(root, "_plain") else "forward"
-    return getattr(type(root), name).__get__(root)  # type: ignore[no-any-return]
+    return getattr(type(root), _plain_name(root)).__get__(root)  # type: ignore[no-any-return]
+
+
+def _plain_name(root: nn.Module) -> str:
+    return "_backdrop_plain" if hasattr(root, "_backdrop_plain") else "forward"
 
 
 def has_hooks(module: nn.Module) -> bool:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks)
+
+
+def overwrites_shared(root: nn.Module, node: fx.Node) -> bool:
+    """Whether a call writes over a value that others read too: then the order of calls matters."""
+    return writes_in_place(root, node) and len(node.all_input_nodes[0].users) > 1
+
+
+def writes_in_place(root: nn.Module, node: fx.Node) -> bool:
+    if not node.all_input_nodes:
+        return False
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return bool(node.kwargs.get("inplace") or getattr(_layer(root, node), "inplace", False))
 
 
 def attribute(root: nn.Module, path: str) -> Any:
@@ -164,14 +180,21 @@ def _rectified(
     layer: nn.Conv2d, source: fx.Node, conv: Callable[..., Any], relu: Callable[..., Any], between: fx.Node
 ) -> Callable[[Mapping[fx.Node, Any]], Any]:
     padding: Any = layer.padding
+    refused = False
 
     def both(values: Mapping[fx.Node, Any]) -> Any:
+        nonlocal refused
         x = values[source]
-        if torch.is_grad_enabled() or not _cudnn_rectifies(x, layer.weight):
-            return relu({between: conv(values)})
-        return torch.cudnn_convolution_relu(
-            x, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups
-        )
+        if not refused and not torch.is_grad_enabled() and _cudnn_rectifies(x, layer.weight):
+            try:
+                return torch.cudnn_convolution_relu(
+                    x, layer.weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups
+                )
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # cuDNN has no such kernel for this layer
+                refused = True
+        return relu({between: conv(values)})
 
     return both
 
@@ -179,6 +202,7 @@ def _rectified(
 def _cudnn_rectifies(x: Any, weight: Tensor) -> bool:
     return (
         x.is_cuda
+        and x.ndim == 4
         and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cudnn.enabled
         and x.dtype == weight.dtype

@@ -52,17 +52,17 @@ class Plan:
     boxes: dict[fx.Node, Box]
     shapes: dict[fx.Node, torch.Size]
     refused: list[tuple[fx.Node, rules.UnsupportedError]] = field(default_factory=list)
-    chains: dict[fx.Node, Chain] = field(default_factory=dict)  # steps that run as one, by the last of them
-    fills: dict[fx.Node, float] = field(
-        default_factory=dict
-    )  # what values hold outside the map, where all readers agree
-    nodes: list[fx.Node] = field(default_factory=list)  # what runs on windows, a chain by its last step
-    drops: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # which values to let go of after each
-    maps: list[tuple[Box, tuple[int, ...]]] = field(
-        default_factory=list
-    )  # boxes, and the sizes of the maps they lie in
-
-    alive: float = 0.0  # the share of kept units that had an incoming gradient, when this was last looked at
+    # Steps that run as one, by the last of them.
+    chains: dict[fx.Node, Chain] = field(default_factory=dict)
+    # What values hold outside the map, where all that read them agree.
+    fills: dict[fx.Node, float] = field(default_factory=dict)
+    # What runs on windows in order, a chain by its last step, and which values to let go of after each.
+    nodes: list[fx.Node] = field(default_factory=list)
+    drops: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    # Boxes for which it matters what lies inside the map, and the sizes of that.
+    maps: list[tuple[Box, tuple[int, ...]]] = field(default_factory=list)
+    # The share of kept units that had an incoming gradient when this was last looked at; steps so far.
+    alive: float = 0.0
     looks: int = 0
 
     @property
@@ -118,7 +118,8 @@ def make_plan(
             continue
         try:
             layer = graph.attribute(root, str(node.target)) if node.op == "call_module" else None
-            step = rules.find(rules.Call(node, layer, shapes, boxes[node].axes, policy, constants))
+            overwrites = graph.overwrites_shared(root, node)
+            step = rules.find(rules.Call(node, layer, shapes, boxes[node].axes, policy, constants, overwrites))
             joined = {
                 source: _join(boxes.get(source), _input_box(boxes[node], step, axes))
                 for source, axes in step.inputs.items()

@@ -166,6 +166,10 @@ class Program:
         raise AssertionError("a graph ends in its output")
 
     def _plan(self, inputs: Sequence[Any]) -> Plan:
+        if any(isinstance(m, nn.SyncBatchNorm) and m.training for m in self.root.modules()):
+            for entry in self.entries:  # a pass for the shapes on one process would wait for the others
+                entry.last = "plain: SyncBatchNorm couples the samples of all processes"
+            return Plan()
         by_samples = [_drops_samples(self._layer(stretch.mask)) for stretch in self.stretches]
         shapes = {} if all(by_samples) else graph.shapes(self.root, self.graph, inputs)
         plan = Plan()
@@ -176,6 +180,9 @@ class Program:
             entry.kept.clear()
             if stretch.exit not in stretch.calls:
                 entry.last = "plain: its input comes from outside, or is also used past the mask"
+                continue
+            if self._is_overtaken(stretch):
+                entry.last = "plain: something else is changed in place while it runs"
                 continue
             if whole or _drops_samples(mask, len(shapes[stretch.exit])):
                 run, owned = self._skip_samples(stretch, mask, entry)
@@ -199,6 +206,12 @@ class Program:
             plan.last_use.setdefault(node, []).append(source)
         return plan
 
+    def _is_overtaken(self, stretch: graph.Stretch) -> bool:
+        """Whether another call writes in place between the stretch's first call and its mask, where it runs."""
+        first = self.order.index(next(iter(stretch.calls)))
+        between = self.order[first : self.order.index(stretch.mask)]
+        return any(graph.writes_in_place(self.root, node) for node in between if node not in stretch.calls)
+
     def _skip_samples(
         self, stretch: graph.Stretch, mask: Backdrop, entry: Entry
     ) -> tuple[stretches.Skipping | None, graph.Stretch]:
@@ -207,6 +220,8 @@ class Program:
         for node in reversed(stretch.calls):
             layer = self._layer(node)
             reason = samples.mixes_samples(layer, self.policy) if layer else None
+            if graph.overwrites_shared(self.root, node):
+                reason = "it writes over a value that is used elsewhere too"
             if reason is None and layer is not None:
                 inner = (samples.mixes_samples(m, "exact") for m in layer.modules() if m is not layer)
                 reason = next(filter(None, inner), None)

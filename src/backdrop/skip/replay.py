@@ -1,7 +1,7 @@
 """Positions dropped: run the stretch without gradients, and in backward compute only the windows that matter.
 
 NOTE [how windows give the exact gradient]
-1. Forward runs the stretch on the whole map under no_grad and keeps its inputs alone. The mask is drawn once, after it.
+1. The mask is drawn once. Forward runs the stretch on the whole map under no_grad and keeps its inputs alone.
 2. Backward looks for *units* (a position, or a patch) that the mask kept and whose incoming gradient is not zero.
    All others contribute exactly nothing to any gradient of the stretch, because the chain rule is linear in them.
 3. Walking back from one unit, each layer needs a box of cells: cells [s*i - P, s*i - P + d*(k-1)] for output cell i. A
@@ -43,9 +43,7 @@ class Run:
     plan: Plan
     mask: Backdrop
     policy: statistics.Statistics
-    owners: list[
-        list[tuple[nn.Module, str]]
-    ]  # of each tensor after the entries: the modules it belongs to, and as what
+    owners: list[list[tuple[nn.Module, str]]]  # whose each tensor after the entries is, and under which name
     entry: Any  # of the report
     weight: Tensor | None = None
     kept: Kept | None = None
@@ -71,6 +69,11 @@ class Run:
             for source in stretch.drops.get(node, ()):
                 values.pop(source, None)
         out: Tensor = values[stretch.exit]
+        if out.shape != shape:
+            raise RuntimeError(
+                f"{stretch.exit.name} has shape {tuple(out.shape)}, but had {tuple(shape)} for inputs of the same shape; "
+                "Skip cannot follow shapes that depend on the data: use the plain pair here"
+            )
         return out
 
     def replay(self, windows: Windows, entries: Sequence[Tensor]) -> Tensor:

@@ -75,6 +75,7 @@ class Call:
     axes: Axes
     policy: statistics.Statistics = "exact"
     constants: frozenset[fx.Node] = field(default_factory=frozenset)
+    overwrites: bool = False  # whether it changes what others read
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if len(self.node.args) > position:
@@ -89,6 +90,10 @@ class Call:
 def find(call: Call) -> Step:
     """The step for a call, or `UnsupportedError`."""
     node = call.node
+    if call.overwrites:
+        raise UnsupportedError("it writes over a value that is used elsewhere too")
+    if any(source not in call.shapes and source not in call.constants for source in node.all_input_nodes):
+        raise UnsupportedError("it takes something from another call that is not a tensor")
     if call.layer is not None:
         if graph.has_hooks(call.layer):
             raise UnsupportedError("it has hooks, which would not run on windows")
