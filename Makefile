@@ -23,6 +23,7 @@ docs: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_layer.py
+	$(BIN)/python benchmarks/bench_skip.py
 
 clean:
 	rm -rf $(VENV) site

@@ -74,6 +74,22 @@ def test_the_benchmark_page_shows_the_measured_figures(name):
         assert f"| {' | '.join(cells)} |" in page
 
 
+@pytest.mark.parametrize("name", ["skip-cpu", "skip-h200"])
+def test_the_page_on_skipping_shows_the_measured_figures(name):
+    page = (ROOT / "docs" / "skip.md").read_text()
+    figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    for row in figures["rows"]:
+        case = row["case"].rsplit(", ", 1)[0]
+        faster, of_forward = row["plain_ms"] / row["skip_ms"], row["skip_ms"] / row["forward_ms"]
+        memory = row["skip_mb"] / row["plain_mb"]
+        line = next(line for line in page.splitlines() if line.startswith(f"| {case} | {row['plain_ms']:.1f} |"))
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        assert (cells[2], cells[4], cells[8]) == (f"{faster:.2f}", f"{of_forward:.2f}", f"{memory:.2f}")
+        if cells[3]:
+            assert f"| {case} | {faster:.2f} | {of_forward:.2f} | {memory:.2f} |" in readme
+
+
 def windows(p, shape, seed, stride, before, size):
     """The pixels that the kept units of the example's masks see."""
     mask = draw_mask(shape, p, (0, 2, 3), exact=True, generator=torch.Generator().manual_seed(seed))[0, 0]
@@ -82,6 +98,19 @@ def windows(p, shape, seed, stride, before, size):
         rows, columns = (slice(max(0, k * stride - before), k * stride - before + size) for k in (i, j))
         pixels[rows, columns] = True
     return pixels
+
+
+def test_the_example_shows_what_is_computed(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["example", "--output", str(tmp_path / "picture.png")])
+    example = runpy.run_path(str(ROOT / "examples" / "03_what_skip_computes.py"))
+    example["main"]()
+    assert (tmp_path / "picture.png").stat().st_size > 50_000
+    assert "82 of 4096 positions kept" in capsys.readouterr().out
+    _, alive = example["gradients"](example["network"](), example["texture"]())
+    shares = [cells.float().mean().item() for cells in alive]
+    assert shares == sorted(shares, reverse=True)  # windows grow towards the image
+    assert shares[-1] == pytest.approx(82 / 4096)
 
 
 def test_the_example_shows_patches_at_both_scales(tmp_path, monkeypatch, capsys):

@@ -36,9 +36,19 @@ class Programs:
         self.signature = inspect.signature(graph.plain(self.root))
         self.made: dict[Any, Any] = {}  # a Program, or Samples where the module is one call
         self.current: tuple[State, dict[str, Any], Program] | None = None  # what the last call was made with
+        # A graph break under torch.compile, because the mask decides what is computed. Not as decorators: these would
+        # import the compiler along with the library.
+        self._outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
+        self._samples_outside = torch.compiler.disable(self._call_on_samples)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph break: the mask decides what is computed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outside(*args, **kwargs)
+
+    def on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`mask(module(...))` as one call, with any arguments."""
+        return self._samples_outside(module, mask, args, kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         plain = graph.plain(self.root)
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
@@ -69,9 +79,7 @@ class Programs:
         self.report.update(self.made[key].entries)
         return self.made[key]  # type: ignore[no-any-return]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`mask(module(...))` as one call, with any arguments."""
+    def _call_on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not _is_active(mask):
             return module(*args, **kwargs)
         if not _drops_samples(mask):

@@ -71,8 +71,8 @@ class Run:
         out: Tensor = values[stretch.exit]
         if out.shape != shape:
             raise RuntimeError(
-                f"{stretch.exit.name} has shape {tuple(out.shape)}, but had {tuple(shape)} for inputs of the same shape; "
-                "Skip cannot follow shapes that depend on the data: use the plain pair here"
+                f"{stretch.exit.name} has shape {tuple(out.shape)}, but had {tuple(shape)} for such inputs before. "
+                "Skip cannot follow shapes that depend on the data; use the plain pair here"
             )
         return out
 
