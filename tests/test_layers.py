@@ -53,6 +53,25 @@ def test_patch_sizes_follow_the_order_of_dims():
     assert torch.equal(a[..., ::2, ::3].repeat_interleave(2, 2).repeat_interleave(3, 3), a)
 
 
+@pytest.mark.parametrize("layer", [Backdrop(0.5), Backdrop2d(0.5, patch=2, scale="eq1"), Backdrop2d(0.5, shared=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drawing_the_weight_alone_draws_that_of_a_call(layer, dtype):
+    x = torch.ones(4, 3, 5, 6, dtype=dtype, requires_grad=True)
+    torch.manual_seed(0)
+    weight = layer.draw_weight(x)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    (grad,) = torch.autograd.grad(layer(x).sum(), x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert weight.dtype == dtype
+    assert torch.equal(grad, weight.expand_as(x))
+
+
+def test_drawing_the_weight_alone_checks_the_input():
+    with pytest.raises(ValueError, match="expects input"):
+        Backdrop2d().draw_weight(torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("layer", [Backdrop(0.5), Backdrop(0.5, dims=(0, 1, 2, 3)), Backdrop2d(0.5, exact=True)])
 def test_eval_is_the_identity_and_draws_nothing(layer):
     x = torch.randn(2, 3, 4, 5, requires_grad=True)

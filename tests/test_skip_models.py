@@ -432,6 +432,20 @@ def test_operations_in_place_that_others_see(kind, mask):
     check(kind(mask).double(), x)
 
 
+class FromIntegers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.mask = nn.Conv2d(1, 2, 3), Backdrop2d(0.9)
+
+    def forward(self, x):
+        return self.mask(self.conv(x.double() / 255))
+
+
+def test_images_of_integers():
+    fast = check(FromIntegers().double(), torch.randint(256, (2, 1, 20, 20), dtype=torch.uint8))
+    assert ran_windows(fast)
+
+
 class Sized(nn.Module):
     def __init__(self):
         super().__init__()

@@ -395,6 +395,15 @@ def test_hooks_are_not_lost():
     assert fast.skip_report[0].kept == [("1", "it has hooks, which would not run on windows")]
 
 
+def test_a_hook_that_is_added_later():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
+    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    step(fast, x)
+    for each in (model, fast):
+        each[1].register_forward_hook(lambda module, args, output: output * 2)
+    assert_same_gradients(step(model, x), step(fast, x))
+
+
 def test_a_dropout_that_is_switched_on_later():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.0), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
     x = torch.randn(1, 1, 12, 12, dtype=torch.float64)

@@ -80,8 +80,8 @@ def _plain_name(root: nn.Module) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in hooks)
+    before, behind = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or behind or module._backward_hooks or module._backward_pre_hooks)
 
 
 def overwrites_shared(root: nn.Module, node: fx.Node) -> bool:

@@ -35,7 +35,7 @@ class Programs:
         self.__dict__.update(state)
         self.signature = inspect.signature(graph.plain(self.root))
         self.made: dict[Any, Any] = {}  # a Program, or Samples where the module is one call
-        self.current: tuple[State, dict[str, Any], Program] | None = None  # what the last call was made with
+        self.current: tuple[State, tuple[Any, ...], Program | None] | None = None  # what the last call was made with
         # A graph break under torch.compile, because the mask decides what is computed. Not as decorators: these would
         # import the compiler along with the library.
         self._outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
@@ -65,19 +65,20 @@ class Programs:
 
     def _program(self, constants: dict[str, Any]) -> Program | None:
         """The program for the model as it is now; None where no mask is at work."""
+        given = tuple((name, type(value), value) for name, value in constants.items())
         if self.current is not None:
             state, known, program = self.current
-            if known == constants and state.is_unchanged():
-                return program if state.active else None
-        state = State(self.root)
-        key = (state.key, tuple(sorted(constants.items())))
-        if key not in self.made:
-            self.made[key] = Program(self.root, constants, self.policy, self.path, self.strict)
-        self.current = state, constants, self.made[key]
-        if not state.active:
-            return None
-        self.report.update(self.made[key].entries)
-        return self.made[key]  # type: ignore[no-any-return]
+            if known == given and state.is_unchanged():
+                return program
+        state, program = State(self.root), None
+        if any(_is_active(m) for m in state.modules):
+            key = (state.key, given)
+            if key not in self.made:
+                self.made[key] = Program(self.root, constants, self.policy, self.path, self.strict)
+            program = self.made[key]
+            self.report.update(program.entries)
+        self.current = state, given, program
+        return program
 
     def _call_on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not _is_active(mask):
@@ -104,23 +105,23 @@ class Programs:
 
 
 class State:
-    """What a program depends on and a user may change between calls: the modules, their modes, dropout's p."""
+    """What a program depends on and users may change between calls: modules, their modes and hooks, dropout's p."""
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
         self.containers = [m for m in self.modules if m._modules]
         self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
         self.found = self._look()
-        modes, _, p = self.found
-        self.key = (tuple(map(id, self.modules)), tuple(modes), tuple(p))
-        self.active = any(_is_active(m) for m in self.modules)
+        self.key = (tuple(map(id, self.modules)), *map(tuple, self.found[1:]))
 
     def is_unchanged(self) -> bool:
         return self._look() == self.found
 
-    def _look(self) -> tuple[list[bool], list[list[nn.Module | None]], list[float]]:
-        children = [list(m._modules.values()) for m in self.containers]
-        return [m.training for m in self.modules], children, [m.p for m in self.dropouts]
+    def _look(self) -> tuple[list[Any], ...]:
+        children: list[Any] = [list(m._modules.values()) for m in self.containers]
+        modes = [m.training for m in self.modules]
+        hooks = [graph.has_hooks(m) for m in self.modules]
+        return children, modes, hooks, [m.p for m in self.dropouts]
 
 
 def _is_active(module: nn.Module) -> bool:

@@ -50,10 +50,12 @@ class Run:
     moments: dict[fx.Node, Moments] = field(default_factory=dict)
     autocast: list[dict[str, Any]] = field(default_factory=list)
 
-    def forward(self, entries: Sequence[Tensor]) -> Tensor:
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """The stretch on the whole map, without gradients. The mask is drawn first; nothing else here is random."""
         shape = self.plan.shapes[self.plan.stretch.exit]
-        self.weight = self.mask.draw_weight(entries[0].new_empty(()).expand(shape))
+        widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize)
+        self.weight = self.mask.draw_weight(widest.new_empty(()).expand(shape))
+        entries = tensors[: len(self.plan.stretch.entries)]
         self.kept = Kept(self.plan, self.weight)
         values: dict[fx.Node, Any] = dict(zip(self.plan.stretch.entries, entries, strict=True))
         stretch = self.plan.stretch
@@ -239,7 +241,7 @@ class Skipped(torch.autograd.Function):
             {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
             for kind in {"cpu", tensors[0].device.type}
         ]
-        return run.forward(tensors[: len(run.plan.stretch.entries)])
+        return run.forward(tensors)
 
     @staticmethod
     @once_differentiable
