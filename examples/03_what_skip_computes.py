@@ -77,12 +77,12 @@ def main() -> None:
     titles = ["image", "after block 1", "inside block 2", "at the mask"]
     for column, (title, m, cells) in enumerate(zip(titles, maps, alive, strict=True)):
         top, bottom = axes[:, column]
-        top.imshow(m[0].mean(0), cmap="viridis")
+        top.imshow(m[0].mean(0).numpy(), cmap="viridis")
         top.set_title(f"{title}\n{m.shape[2]} x {m.shape[3]}", fontsize=10)
         shown = m[0].mean(0).clone()
         shown[~cells] = float("nan")
         bottom.set_facecolor("0.88")
-        bottom.imshow(shown, cmap="viridis")
+        bottom.imshow(shown.numpy(), cmap="viridis")
         bottom.set_title(f"{cells.float().mean():.0%} of the cells", fontsize=10)
         for axis in (top, bottom):
             axis.set(xticks=[], yticks=[])
