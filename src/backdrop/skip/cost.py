@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 
 class Rates(NamedTuple):
@@ -86,12 +85,15 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # which imports triton from torch 2.15 on
+
+        self.flops = flop_registry
         self.cost = Cost(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            count = flop_registry.get(func._overloadpacket)
+            count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
             numbers = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             self.cost = Cost(*map(sum, zip(self.cost, (1, flops / 2, numbers), strict=True)))
