@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
 from skipping import ChannelNorm, always_skip, assert_same_gradients, check, ran_windows, step
@@ -285,6 +286,14 @@ def test_memory_format_and_noncontiguous_inputs():
     check(model, x.transpose(2, 3))
 
 
+@pytest.mark.parametrize("layer", [nn.LeakyReLU(0.5, inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True)])
+def test_a_stretch_that_starts_in_place(layer):
+    """What enters the stretch is needed again in backward, so it may not be overwritten."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), layer, nn.Conv2d(4, 2, 3), Backdrop2d(0.9)).double()
+    fast = check(model, torch.randn(2, 1, 14, 14, dtype=torch.float64))
+    assert fast.skip_report[0].skipped == ["2", "3"]
+
+
 def test_an_input_of_zero_samples():
     model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
     model(torch.randn(0, 1, 8, 8)).sum().backward()
@@ -307,6 +316,24 @@ def test_autocast_is_restored_in_backward(dtype):
     for a, b in zip(*gradients, strict=True):
         assert b.dtype == torch.float32
         assert (a - b).norm() < 0.02 * a.norm()
+    with torch.autocast("cpu", dtype):
+        loss = fast(x).float().square().mean()
+    with ConvolutionDtypes() as seen:
+        loss.backward()
+    assert seen.dtypes == {dtype}
+
+
+class ConvolutionDtypes(TorchDispatchMode):
+    """Writes down what convolutions are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.convolution.default:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def test_grad_scaler():
