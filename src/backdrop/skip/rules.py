@@ -60,7 +60,6 @@ class Step:
     run: Callable[[nn.Module, Sequence[Any], dict[str, Any], Where], Any]
     sliding: Sliding | None = None
     multiplications: float = 0  # per element of the output
-    layer: nn.Module | None = None
     finishes: Literal["relu", "norm"] | None = None  # whether it can be a part of `backdrop.skip.finish`
     moments: bool = False  # whether it needs the statistics of the forward pass
 
@@ -144,7 +143,7 @@ def _pointwise(call: Call) -> Step:
                 raise UnsupportedError("it combines the map with a constant that differs between positions")
         elif along != [shape[axis] for axis in call.axes]:
             raise UnsupportedError("it combines maps of different sizes")
-    step = Step(call.node, _windows_of(call, axes), _as_called(call), layer=call.layer)
+    step = Step(call.node, _windows_of(call, axes), _as_called(call))
     if type(call.layer) is nn.ReLU or call.node.target in (F.relu, torch.relu):
         step.finishes = "relu"
     return step
@@ -191,7 +190,6 @@ def _conv(call: Call) -> Step:
         run,
         _sliding(spatial, layer.kernel_size, layer.stride, before, layer.dilation, 0.0),
         math.prod(layer.kernel_size) * layer.in_channels / layer.groups,
-        layer,
     )
 
 
@@ -248,7 +246,6 @@ def _pool(name: str) -> Callable[[Call], Step]:
             run,
             _sliding(spatial, kernel, stride, padding, dilation, -math.inf if largest else 0.0),
             math.prod(kernel),
-            call.layer,
         )
 
     return rule
@@ -278,7 +275,7 @@ def _over_last_axes(count: Callable[[Call], int]) -> Callable[[Call], Step]:
     def rule(call: Call) -> Step:
         if any(axis >= call.ndim - count(call) for axis in call.axes):
             raise UnsupportedError("it mixes positions along a masked axis")
-        step = Step(call.node, _windows_of(call, lambda _: call.axes), _as_called(call), layer=call.layer)
+        step = Step(call.node, _windows_of(call, lambda _: call.axes), _as_called(call))
         if isinstance(call.layer, nn.Linear):
             step.multiplications = call.layer.in_features
         return step
@@ -324,7 +321,7 @@ def _softmax(call: Call) -> Step:
     axis = call.layer.dim if isinstance(call.layer, (nn.Softmax, nn.LogSoftmax)) else call.argument(1, "dim")
     if axis is None or axis % call.ndim in call.axes:
         raise UnsupportedError("it mixes positions along a masked axis")
-    return Step(call.node, _windows_of(call, lambda _: call.axes), _as_called(call), layer=call.layer)
+    return Step(call.node, _windows_of(call, lambda _: call.axes), _as_called(call))
 
 
 def _spatial(call: Call) -> list[int]:
