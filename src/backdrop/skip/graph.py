@@ -8,7 +8,8 @@ torch.fx cannot follow stays one call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -292,30 +293,36 @@ def _carries_no_gradient(node: fx.Node) -> bool:
     return False
 
 
+@contextmanager
+def tried_out(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
+    """Run modules without gradients and without a trace: random state and buffers are as before afterwards."""
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    with torch.no_grad(), torch.random.fork_rng({device.index for device in devices if device.type == "cuda"}):
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
 def shapes(root: nn.Module, graph: fx.Graph, inputs: Iterable[Any]) -> dict[fx.Node, torch.Size]:
-    """Run the model once without gradients, for the shapes alone: random state and buffers are as before afterwards."""
-    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
-    devices = {tensor.device.index for tensor in root.parameters() if tensor.is_cuda}
+    """The shapes of all values, from running the model once."""
     sizes: dict[fx.Node, torch.Size] = {}
     values: dict[fx.Node, Any] = {}
     remaining = {node: len(node.users) for node in graph.nodes}
     given = iter(inputs)
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        try:
-            for node in graph.nodes:
-                if node.op == "output":
-                    break
-                if node.op == "placeholder":
-                    values[node] = next(given)
-                else:
-                    values[node] = values[node.all_input_nodes[0]] if is_mask(root, node) else call(root, node, values)
-                if isinstance(values[node], Tensor):
-                    sizes[node] = values[node].shape
-                for source in node.all_input_nodes:
-                    remaining[source] -= 1
-                    if not remaining[source]:
-                        del values[source]
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    with tried_out(root.modules(), {parameter.device for parameter in root.parameters()}):
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                values[node] = next(given)
+            else:
+                values[node] = values[node.all_input_nodes[0]] if is_mask(root, node) else call(root, node, values)
+            if isinstance(values[node], Tensor):
+                sizes[node] = values[node].shape
+            for source in node.all_input_nodes:
+                remaining[source] -= 1
+                if not remaining[source]:
+                    del values[source]
     return sizes

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from backdrop import functional
 from backdrop.layers import Backdrop
-from backdrop.skip import cost, statistics, tree
+from backdrop.skip import cost, graph, statistics, tree
 
 AT_ONCE = 384  # at least so many samples run together without gradients
 
@@ -67,16 +67,12 @@ class Samples:
         """What a pass costs, or why samples cannot run apart; found out once for each shape, without gradients."""
         key = (rows, tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for _, leaf in tree.leaves(given)))
         if key not in self.costs:
-            modules = nn.ModuleList(self.layers)
-            buffers = [(buffer, buffer.clone()) for buffer in modules.buffers()]
             dropouts = [m for m in self.layers if isinstance(m, _DropoutNd) and m.training]
-            devices = [rows.device.index] if rows.device.type == "cuda" else []
-            meter = cost.Meter()
             try:
                 for module in dropouts:
                     module.training = False
-                with torch.no_grad(), torch.random.fork_rng(devices):
-                    with meter:
+                with graph.tried_out(self.layers, [rows.device]):
+                    with cost.Meter() as meter:
                         whole = self.function(*given[0], **given[1])
                     self.costs[key] = meter.cost
                     if not self.norms and rows.number > 1 and not _depends_on_one(self.function, given, whole, rows):
@@ -84,9 +80,6 @@ class Samples:
             finally:
                 for module in dropouts:
                     module.training = True
-                with torch.no_grad():
-                    for buffer, before in buffers:
-                        buffer.copy_(before)
         return self.costs[key]
 
     def plain_because(self) -> str:
@@ -134,12 +127,12 @@ class Samples:
     def _together(self, given: Any, split: Split) -> Any:
         """All parts call by call, because layers with batch statistics need them all; the kept ones have gradients."""
         count = len(split.kept) + len(split.rest)
-        parts = [_take(given, rows, count)[0] for rows in (split.kept, *self._parts(split))]
+        parts = (split.kept, *self._parts(split))
         assert self.together is not None
-        outputs = self.together(parts)
+        outputs = self.together([_take(given, rows, count)[0] for rows in parts])
         merged: list[Tensor] = []
         with torch.no_grad():
-            for rows, output in zip((split.kept, *self._parts(split)), outputs, strict=True):
+            for rows, output in zip(parts, outputs, strict=True):
                 _place(merged, output, rows, count)
         return _merge(outputs[0], merged, split)
 
