@@ -39,6 +39,7 @@ GOALS = {  # case: (times faster than plain, memory over plain's, memory over th
     "GP, BatchNorm sampled, 4 x 1024^2, p=(0.99, 0.94), Bernoulli, cuda": (1.6 / 1.1, None, 1.1),
     "GP, BatchNorm sampled, 1 x 512^2, p=(0.999, 0.94), cpu": (2.0, None, None),
 }
+AT_LEAST = 3  # seconds for a case: short steps take more rounds
 SEGMENTS = 5  # of the checkpointed model: about the square root of its layers
 NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(8, channels), "no norm": None}
 
@@ -156,6 +157,8 @@ def seconds(run, cuda):
 
 def measure(case, model, x, policy, device, rounds):
     cuda = device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()  # which earlier cases have cut up
     model, x = model.to(device), x.to(device)
     fast = skip_blocked(model, statistics=policy)
     parts = min(8, len(x))
@@ -166,12 +169,12 @@ def measure(case, model, x, policy, device, rounds):
         "gradcache": lambda: cached_step(model, x, parts),
         "forward": lambda: forward_only(model, x),
     }
+    for _ in range(2):  # to warm up
+        once = sum(seconds(run, cuda) for run in runs.values())
     times = {key: [] for key in runs}
-    for i in track(range(2 + rounds), case["case"], transient=True):
+    for _ in track(range(max(rounds, int(AT_LEAST / once))), case["case"], transient=True):
         for key, run in runs.items():
-            elapsed = seconds(run, cuda)
-            if i >= 2:  # two rounds to warm up
-                times[key].append(elapsed)
+            times[key].append(seconds(run, cuda))
     medians = {key: statistics.median(values) for key, values in times.items()}
     memory = {key: peak_bytes(run, x) for key, run in runs.items()}
     device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"

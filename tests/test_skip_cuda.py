@@ -182,6 +182,19 @@ def test_channels_last():
     assert_same_gradients(step(copy.deepcopy(model), x), step(skip_blocked(model), x), 1e-4)
 
 
+def test_the_cost_counts_convolutions_merged_with_rectifiers():
+    """Samples without gradients run both as one call of cuDNN; the estimate must not miss its multiplications."""
+    x = torch.randn(8, 1, 32, 32)
+    plain, merged = (skip_blocked(network(Backdrop(0.5), "no norm").to(device)) for device in ("cpu", "cuda"))
+    found = []
+    for model, device in ((plain, "cpu"), (merged, "cuda")):
+        step(model, x.to(device))
+        ((skip,),) = [plan.skips.values() for plan in model.forward.current[2].plans.values()]
+        found.append(skip.samples.last[0])
+    assert found[0].multiplications == found[1].multiplications > 0
+    assert found[0].calls > found[1].calls
+
+
 def test_inside_a_cuda_graph_the_plain_model_runs():
     fast = skip_blocked(network(Backdrop2d(0.9, exact=True), "no norm"))
     x = torch.randn(2, 1, 32, 32, device="cuda")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
 from backdrop.schedules import LinearP
-from backdrop.skip import Report
+from backdrop.skip import Report, cost
 from foreign import import_or_skip
 from skipping import ChannelNorm, always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 
@@ -226,6 +226,31 @@ def test_p_as_a_tensor():
     check(nn.Sequential(nn.Linear(3, 2), Backdrop(torch.tensor(0.5), exact=True)).double(), torch.randn(9, 3).double())
 
 
+CHANGES = {
+    "p": lambda model, x: (setattr(model[5], "p", 0.9), x)[1],
+    "p as a tensor": lambda model, x: (model[5].p.fill_(0.9), x)[1],
+    "inputs": lambda model, x: x[..., 1:],
+    "mode": lambda model, x: (model[0].eval(), x)[1],
+    "layer": lambda model, x: (model.__setitem__(1, nn.Tanh()), x)[1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_ran_plain_may_be_skipped_after_a_change(change, monkeypatch):
+    """Whether skipping pays is not asked again in every step, but whenever the answer may be another one."""
+    p = torch.tensor(0.95) if change == "p as a tensor" else 0.95
+    model, x = network(Backdrop2d(p)), images()
+    fast = skip_blocked(model)
+    monkeypatch.setattr(cost, "pays", lambda spent, saved: False)
+    for _ in range(3):
+        assert_same_gradients(step(model, x), step(fast, x))
+        assert "plain" in fast.skip_report[0].last
+    monkeypatch.setattr(cost, "pays", lambda spent, saved: True)
+    y, x = CHANGES[change](model, x), CHANGES[change](fast, x)
+    assert_same_gradients(step(model, y), step(fast, x))
+    assert ran_windows(fast)
+
+
 def test_checkpointing_around_it():
     fast, model, x = skip_blocked(network()), network(), images()
     model.load_state_dict(fast.state_dict())
@@ -272,8 +297,6 @@ def _without_prefix(result):
 def _train(rank, world, port, results):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
-
-    from backdrop.skip import cost
 
     cost.pays = lambda spent, saved: True
     torch.set_num_threads(1)

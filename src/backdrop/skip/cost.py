@@ -1,7 +1,7 @@
 """The cost model: roughly how long a forward pass takes, to tell when skipping would not pay.
 
-A call takes a fixed time to launch, plus time for its multiplications, plus time for the numbers it writes; a backward
-pass takes twice as long as the forward pass. The rates were measured once, on two cores and on an H200, with
+A call takes the host a fixed time, and the device time for its multiplications and for the numbers it writes; a
+backward pass takes twice as long as the forward pass. The rates were measured once, on two cores and on an H200, with
 benchmarks/bench_skip.py. They decide between two ways to compute the same gradient; near the border between them both
 take about as long.
 """
@@ -20,15 +20,17 @@ from torch.utils._pytree import tree_leaves
 class Rates(NamedTuple):
     multiplications: float  # per second
     numbers: float  # read, changed and written, per second
-    call: float  # seconds that a forward call takes the host
-    step_call: float  # the same for one with its backward call
+    call: float  # seconds that a call on some of the samples takes the host
+    step_call: float  # the same for a plain call with its backward call
     window_call: float  # the same on windows
     windows: float  # the time of the same work on windows over that on the whole map
     overlap: bool  # whether the device works while the host makes calls
 
 
-CPU = Rates(5e10, 1e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False)
-GPU = Rates(3.5e13, 2.5e11, 1e-4, 1.7e-4, 4e-4, 0.65, overlap=True)
+CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False)
+GPU = Rates(6e13, 5e11, 1.6e-4, 1.7e-4, 4e-4, 0.65, overlap=True)
+NORM = 4  # a layer with batch statistics goes over its input several times, which takes as long as so many others
+MARGIN = 1.1  # skipping has to promise to be so many times faster
 
 
 class Cost(NamedTuple):
@@ -41,7 +43,7 @@ class Cost(NamedTuple):
     def backward(self, device: torch.device) -> float:
         """Seconds of the backward pass."""
         rates = _rates(device)
-        return _both(rates, self.calls * (rates.step_call - rates.call), 2 * self._work(rates))
+        return _both(rates, self.calls * rates.step_call / 2, 2 * self._work(rates))
 
     def windows(self, device: torch.device, number: float) -> float:
         """Seconds forward and backward on so many windows, if this is the cost of one."""
@@ -56,8 +58,9 @@ class Cost(NamedTuple):
     def step_of_some(self, device: torch.device, kept: float, parts: int) -> float:
         """The same for a share of the samples, and forward alone for the others in so many parts."""
         rates = _rates(device)
-        calls = self.calls * (rates.step_call + parts * rates.call) + 3 * rates.call  # to draw, split and merge
-        return _both(rates, calls, (1 + 2 * kept) * self._work(rates))
+        calls = self.calls * (rates.step_call + parts * rates.call)
+        draw_split_and_merge = 8 * rates.call
+        return draw_split_and_merge + _both(rates, calls, (1 + 2 * kept) * self._work(rates))
 
     def _work(self, rates: Rates) -> float:
         return self.multiplications / rates.multiplications + self.numbers / rates.numbers
@@ -77,7 +80,7 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 def pays(spent: float, saved: float) -> bool:
     """Whether to skip, from the seconds it would take and those it would save."""
-    return spent < saved
+    return MARGIN * spent < saved
 
 
 class Meter(TorchDispatchMode):
@@ -87,7 +90,7 @@ class Meter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # which imports triton from torch 2.15 on
 
-        self.flops = flop_registry
+        self.flops = flop_registry | {torch.ops.aten.cudnn_convolution_relu: _convolution_flops}
         self.cost = Cost(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,5 +99,10 @@ class Meter(TorchDispatchMode):
             count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
             numbers = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            numbers *= NORM if "batch_norm" in str(func) else 1
             self.cost = Cost(*map(sum, zip(self.cost, (1, flops / 2, numbers), strict=True)))
         return out
+
+
+def _convolution_flops(x: Tensor, weight: Tensor, *settings: Any, out_val: Tensor) -> int:
+    return 2 * out_val.numel() * weight[0].numel()

@@ -77,7 +77,7 @@ def plain(root: nn.Module) -> Callable[..., Any]:
 
 
 def _plain_name(root: nn.Module) -> str:
-    return "_backdrop_plain" if hasattr(root, "_backdrop_plain") else "forward"
+    return "_backdrop_plain" if hasattr(type(root), "_backdrop_plain") else "forward"
 
 
 def has_hooks(module: nn.Module) -> bool:

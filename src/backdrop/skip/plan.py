@@ -86,7 +86,8 @@ class Plan:
         numbers: float = math.prod(shape)
         if windows is not None:
             numbers *= windows * math.prod(box.size) / (shape[0] * math.prod(shape[axis] for axis in box.axes))
-        return cost.Cost(1, numbers * self.steps[node].multiplications, numbers)
+        step = self.steps[node]
+        return cost.Cost(1, numbers * step.multiplications, numbers * (cost.NORM if step.moments else 1))
 
     def map(self, value: fx.Node, box: Box) -> tuple[Box, tuple[int, ...]]:
         return box, tuple(self.shapes[value][axis] for axis in box.axes)
