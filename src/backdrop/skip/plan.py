@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from backdrop.layers import Backdrop
 from backdrop.skip import cost, graph, rules, statistics
@@ -61,6 +61,7 @@ class Plan:
     drops: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     # Boxes for which it matters what lies inside the map, and the sizes of that.
     maps: list[tuple[Box, tuple[int, ...]]] = field(default_factory=list)
+    on_devices: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict)
     # The share of kept units that had an incoming gradient when this was last looked at; steps so far.
     alive: float = 0.0
     looks: int = 0
@@ -91,6 +92,13 @@ class Plan:
 
     def map(self, value: fx.Node, box: Box) -> tuple[Box, tuple[int, ...]]:
         return box, tuple(self.shapes[value][axis] for axis in box.axes)
+
+    def maps_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Step, start and size of the boxes in `maps` and the sizes of what they lie in: (maps, 1, axes) each."""
+        if device not in self.on_devices:
+            every = torch.tensor([[*box[1:], sizes] for box, sizes in self.maps], device=device)
+            self.on_devices[device] = every[:, :, None].unbind(1)
+        return self.on_devices[device]
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from backdrop.skip import rules
 from backdrop.skip.plan import Box, Plan
 
 LOOK_AGAIN = 16  # steps after which to look again whether the incoming gradient is zero at kept units
+ONE_THREAD = 2**15 - 1  # torch works on more elements with several threads, which may take longer to start than to work
 MOSTLY = 0.75  # of the kept units have a gradient: then computing all of them is faster than looking first
 
 
@@ -104,31 +105,38 @@ def find_windows(plan: Plan, kept: Kept, weight: Tensor, grad: Tensor) -> Window
 
 
 def _place(plan: Plan, units: Tensor, real: int, device: torch.device) -> Windows:
-    """Work out on the host which cells of each window lie inside each map, and send it all to the device at once."""
-    unit = units[:, None, 1:]  # (windows, 1, axes) against (maps, axes)
-    step, start, size = (torch.tensor([box[i] for box, _ in plan.maps]) for i in (1, 2, 3))
-    sizes = torch.tensor([sizes for _, sizes in plan.maps])
-    first = unit * step + start
-    ranges = torch.stack([-first, sizes - first], -1).clamp_(min=0).minimum(size[..., None])
-    ranges[real:] = 0  # windows that are there for their number alone have no cell inside
-    counts = (ranges[..., 1] - ranges[..., 0]).clamp_(min=0).prod(-1).sum(0).tolist()
-    everything = (size.prod(-1) * len(units)).tolist()
+    """Work out on the device which cells of each window lie inside each map, and on the host how many."""
+    rows = max(1, ONE_THREAD // (2 * len(plan.maps) * (units.shape[1] - 1)))
+    numbers = [_count(_inside(plan, part)) for part in torch.split(units[:real, 1:], rows)]
+    counts = torch.stack(numbers).sum(0).tolist()
+    there = units.to(device, non_blocking=True)
+    sample, unit = there[:, 0], there[:, 1:]
+    ranges = _inside(plan, unit).to(torch.int32)
+    ranges[:, real:] = 0  # windows that are there for their number alone have no cell inside
+    inside = {
+        key: Inside(ranges[i], counts[i] == len(units) * math.prod(key[0].size), counts[i])
+        for i, key in enumerate(plan.maps)
+    }
     cells: dict[fx.Node, list[Tensor]] = {}
     for node in (plan.stretch.exit, *plan.stretch.entries):
-        box, sizes_here = plan.map(node, plan.boxes[node])
-        along = zip(units[:, 1:].unbind(1), *box[1:], sizes_here, strict=True)
+        box, sizes = plan.map(node, plan.boxes[node])
         cells[node] = [
-            (torch.arange(start, start + size) + (u * step)[:, None]).clamp_(0, most - 1)
-            for u, step, start, size, most in along
+            torch.add(torch.arange(start, start + size, device=device), u[:, None], alpha=step).clamp_(0, most - 1)
+            for u, step, start, size, most in zip(unit.unbind(1), *box[1:], sizes, strict=True)
         ]
-    columns = [units, ranges.flatten(1), *(along for axes in cells.values() for along in axes)]
-    widths = [column.shape[1] for column in columns]
-    packed = list(torch.split(torch.cat(columns, 1).to(device, non_blocking=True), widths, 1))
-    spans = packed[1].to(torch.int32).view(len(units), len(plan.maps), unit.shape[-1], 2).transpose(0, 1).contiguous()
-    inside = {key: Inside(spans[i], counts[i] == everything[i], counts[i]) for i, key in enumerate(plan.maps)}
-    taken = iter(packed[2:])
-    placed = {node: [next(taken) for _ in along] for node, along in cells.items()}
-    return Windows(packed[0][:, 0], packed[0][:, 1:], placed, real, inside)
+    return Windows(sample, unit, cells, real, inside)
+
+
+def _inside(plan: Plan, unit: Tensor) -> Tensor:
+    """(maps, windows, axes, 2): the first cell of each window inside each map, and the first one behind those."""
+    step, start, size, sizes = plan.maps_on(unit.device)
+    first = torch.addcmul(start, unit, step)
+    return torch.stack([-first, sizes - first], -1).clamp_(min=0).minimum(size[..., None])
+
+
+def _count(ranges: Tensor) -> Tensor:
+    """How many cells of all windows lie inside each map."""
+    return (ranges[..., 1] - ranges[..., 0]).clamp_(min=0).prod(-1).sum(-1)
 
 
 def _any_of(alive: Tensor, axis: int, patch: int) -> Tensor:
