@@ -6,8 +6,9 @@
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
 `skip_blocked(model)`, of the plain model checkpointed in segments, of the plain model recomputed part by part as
 GradCache does it, and the forward pass alone without gradients, which is the limit. Time is the median over rounds
-in which they take turns; memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds
-other p and image sizes, which `--plot` draws; `--again` draws the figures of an earlier run.
+in which they take turns, each with a step that is not measured, because the caches hold what ran last, and one that is.
+Memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds other p and image sizes,
+which `--plot` draws, and small steps, where skipping would not pay; `--again` draws the figures of an earlier run.
 """
 
 import argparse
@@ -89,6 +90,17 @@ def gp_case(images, size, p, device, exact=True):
     name = f"GP, BatchNorm sampled, {images} x {size}^2, p=({p[0]:g}, {p[1]:g}){drawn}, {device}"
     model, x = gp_network(nn.BatchNorm2d, small, large), torch.randn(images, 1, size, size)
     return {"case": name, "network": f"GP{drawn}", "p": p[0], "size": size}, model, x, "sampled"
+
+
+def small_cases(device):
+    """Steps so short, or masks so weak, that skipping may not pay: these have to be about as fast as plain ones."""
+    for images in (64, 256, 512) if device == "cuda" else (4, 16):
+        for norm in ("BatchNorm", "GroupNorm", "no norm"):
+            yield all_cnn_case(norm, images, 0.5, device)
+    for rows in (256, 65536, 262144) if device == "cuda" else (256, 65536):
+        layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)]
+        model = nn.Sequential(*layers, Backdrop(0.95, exact=True))
+        yield {"case": f"linear layers, {rows} rows, p=0.95, {device}"}, model, torch.randn(rows, 64), "exact"
 
 
 def cases(device, sweep):
@@ -174,6 +186,7 @@ def measure(case, model, x, policy, device, rounds):
     times = {key: [] for key in runs}
     for _ in track(range(max(rounds, int(AT_LEAST / once))), case["case"], transient=True):
         for key, run in runs.items():
+            run()
             times[key].append(seconds(run, cuda))
     medians = {key: statistics.median(values) for key, values in times.items()}
     memory = {key: peak_bytes(run, x) for key, run in runs.items()}
@@ -222,6 +235,7 @@ def draw(rows, file):
     """Time and memory, each over that of the forward pass alone, against p and against the size of the image."""
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if "small" not in row]
     networks = list(dict.fromkeys(row["network"] for row in rows if "Bernoulli" not in row["network"]))
     at = max((row["p"] for row in rows if row["network"] == "GP" and row["size"] != 1024), default=None)
     panels = [(name, "p", [row for row in rows if row["network"] == name and _usual(row, rows)]) for name in networks]
@@ -278,7 +292,9 @@ def run(arguments):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
     rows = []
-    for case in cases(arguments.device, arguments.sweep):
+    small = small_cases(arguments.device) if arguments.sweep else ()
+    every = (*cases(arguments.device, arguments.sweep), *(({**case, "small": True}, *rest) for case, *rest in small))
+    for case in every:
         rows.append(measure(*case, arguments.device, arguments.rounds))
         if arguments.json:
             versions = {"torch": torch.__version__, "python": platform.python_version()}

@@ -28,7 +28,7 @@ class Rates(NamedTuple):
 
 
 CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False)
-GPU = Rates(6e13, 5e11, 1.7e-4, 1.7e-4, 4e-4, 0.65, overlap=True)
+GPU = Rates(6e13, 5e11, 2.2e-4, 2e-4, 4e-4, 0.65, overlap=True)
 NORM = 4  # a layer with batch statistics goes over its input several times, which takes as long as so many others
 MARGIN = 1.1  # skipping has to promise to be so many times faster
 
