@@ -26,12 +26,15 @@ from backdrop._checks import (
     Patch,
     Probability,
     Scale,
+    check_differentiable,
     check_dims,
     check_generator,
     check_p,
     check_patch,
     check_scale,
 )
+from backdrop._draw import is_zero
+from backdrop.distributed import Group, SharedDraw, check_group
 
 __all__ = ["Backdrop", "Backdrop1d", "Backdrop2d", "Backdrop3d"]
 
@@ -53,6 +56,10 @@ class Backdrop(nn.Module):
         scale: "count" multiplies kept gradients by N/|b| (unbiased), "eq1" by (1-p) N/|b|, "probability" by
             1/(1-p), None by 1.
         generator: source of randomness instead of the device's default generator.
+        group: processes that draw one mask over all their samples: one count N/|b|, never empty as a whole. A process
+            group, or "world". They agree on a seed in the first call; a generator has to be seeded alike on all.
+        uneven: batches may differ in size between the processes of the group; then their sizes are exchanged in every
+            step.
 
     Shape: any, axis 0 being the batch; the output has the same shape, memory and strides.
 
@@ -81,18 +88,27 @@ class Backdrop(nn.Module):
         exact: bool = False,
         scale: Scale = "count",
         generator: torch.Generator | None = None,
+        group: Group = None,
+        uneven: bool = False,
     ) -> None:
         super().__init__()
         check_dims(dims)
         check_patch(patch)
         check_scale(scale)
         check_generator(generator)
+        check_group(group)
         self._p = check_p(p)
         self.dims = dims
         self.patch = patch
         self.exact = exact
         self.scale = scale
         self.generator = generator
+        self._across = None if group is None else SharedDraw(group, uneven)
+
+    @property
+    def group(self) -> Group:
+        """The processes that draw one mask, if there are several."""
+        return None if self._across is None else self._across.group
 
     @property
     def p(self) -> Probability:
@@ -108,6 +124,10 @@ class Backdrop(nn.Module):
             self._p = value
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._across is not None:
+            check_differentiable(x)
+            wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)
+            return functional.mask_gradient(x, self.draw_weight(x)) if wanted else x
         return functional.backdrop(
             x,
             self._p,
@@ -121,25 +141,32 @@ class Backdrop(nn.Module):
 
     def draw_weight(self, x: Tensor) -> Tensor:
         """Draw what the gradient of `x` would be multiplied by; the same random numbers as a call uses."""
+        shape, generator, first, rows = tuple(x.shape), self.generator, 0, None
+        if self._across is not None:
+            rows = len(x) if 0 in check_dims(self.dims, x.ndim) else None
+            generator, total, first = self._across.agree(rows or 0, generator, x.device)
+            shape = shape if rows is None else (total, *shape[1:])
         dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
-        return functional.draw_weight(
-            x.shape,
+        weight = functional.draw_weight(
+            shape,
             self._p,
             self.dims,
             patch=self.patch,
             exact=self.exact,
             scale=self.scale,
-            generator=self.generator,
+            generator=generator,
             device=x.device,
             dtype=dtype,
         )
+        return weight if rows is None else weight.narrow(0, first, rows)
 
     def extra_repr(self) -> str:
         p = f"tensor({self._p.item():.7g})" if isinstance(self._p, Tensor) and not self._p.is_meta else self._p
         settings = {name: getattr(self, name) for name, default in self._defaults.items()}
         changed = [f"{name}={value!r}" for name, value in settings.items() if value != self._defaults[name]]
         generator = [] if self.generator is None else [f"generator=<{self.generator.device}>"]
-        return ", ".join([f"p={p}", *changed, *generator])
+        group = [] if self.group is None else [f"group={self.group if isinstance(self.group, str) else '...'}"]
+        return ", ".join([f"p={p}", *changed, *generator, *group])
 
 
 class _SpatialBackdrop(Backdrop):
@@ -157,11 +184,15 @@ class _SpatialBackdrop(Backdrop):
         exact: bool = False,
         scale: Scale = "count",
         generator: torch.Generator | None = None,
+        group: Group = None,
+        uneven: bool = False,
     ) -> None:
         axes = tuple(range(2, 2 + len(self._spatial)))
         dims = axes if shared else (0, *axes)
         check_patch(patch, len(axes), dims)
-        super().__init__(p, dims, patch=patch, exact=exact, scale=scale, generator=generator)
+        super().__init__(
+            p, dims, patch=patch, exact=exact, scale=scale, generator=generator, group=group, uneven=uneven
+        )
 
     @property
     def shared(self) -> bool:

@@ -100,10 +100,11 @@ class Samples:
     def _split(self, rows: Rows) -> Split:
         weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=torch.float64))
         order = (weight == 0).to(torch.uint8).argsort(stable=True)
-        if self.mask.exact and not isinstance(self.mask.p, Tensor):
+        if self.mask.exact and not isinstance(self.mask.p, Tensor) and self.mask.group is None:
             kept = max(1, round(rows.number * (1 - self.mask.p)))
         else:
-            kept = int(weight.count_nonzero())
+            # One at least: with a mask over many processes, ours may have none, and parameters need their gradient.
+            kept = max(1, int(weight.count_nonzero()))
             if rows.device.type == "cuda" and not self.norms:  # few different shapes, see 7 of the note in replay.py
                 step = max(8, 2 ** (kept.bit_length() - 4))
                 kept = min(rows.number, -(-kept // step) * step)

@@ -1,0 +1,117 @@
+"""What the losses are given: checked, and gathered over processes."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from backdrop.distributed import Group, all_gather, check_group, resolve
+
+SingleClass: TypeAlias = Literal["error", "zero"]
+LEAST = {"temperature": 1e-30, "margin": 0.0, "distance": 0.0, "beta": 1e-6}
+
+
+class Batch(NamedTuple):
+    """One or several problems of positives against negatives, over the samples of all processes."""
+
+    inputs: Tensor  # (n, problems), with the graph
+    positive: Tensor  # (n, problems)
+    weight: Tensor  # (n,), float32 or float64
+    present: list[int]  # problems that have both
+
+
+def gather_batch(
+    name: str, inputs: Tensor, labels: Tensor, weight: Tensor | None, single_class: SingleClass, group: Group
+) -> Batch:
+    check_inputs(name, inputs, labels, single_class, group)
+    if inputs.ndim not in (1, 2):
+        raise ValueError(f"{name} has to have the shape (n,), (n, 1) or (n, classes), but got {tuple(inputs.shape)}")
+    columns = inputs[:, None] if inputs.ndim == 1 else inputs
+    problems = columns.shape[1]
+    allowed = [(len(columns),), (len(columns), problems)]
+    if tuple(labels.shape) not in allowed:
+        raise ValueError(
+            f"labels has to have the shape {' or '.join(map(str, allowed))} to go with {name} of shape "
+            f"{tuple(inputs.shape)}, but got {tuple(labels.shape)}"
+        )
+    weights = make_weights(weight, columns)
+    labels = labels[:, None] if labels.ndim == 1 else labels
+    processes = resolve(group)
+    if processes is not None:
+        packed = torch.cat([columns.double(), labels.double(), weights[:, None].double()], 1)
+        sizes = [problems, labels.shape[1], 1]
+        parts = torch.split(all_gather(packed, processes, same_loss=True), sizes, 1)
+        columns, labels, weights = parts[0].to(inputs.dtype), parts[1].detach(), parts[2][:, 0].to(weights.dtype)
+    indices = labels.shape[1] < problems
+    classes = torch.arange(problems, device=labels.device)
+    positive = labels == (classes if indices else 1)
+    legal, weights = normalise(weights)
+    counted = weights[:, None] > 0
+    both = (positive & counted).any(0) & (~positive & counted).any(0)
+    right = (positive.any(1) if indices else (labels == 0) | (labels == 1)).all()
+    legal, right, *present = torch.stack([legal, right, *both]).tolist()
+    check_weights(legal)
+    if not right:
+        what = f"classes from 0 to {problems - 1}" if indices else "0 and 1"
+        raise ValueError(f"labels has to hold {what}, but got {torch.unique(labels)[:10].tolist()}")
+    return Batch(columns, positive, weights, [i for i, each in enumerate(present) if each])
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def make_weights(weight: Tensor | None, inputs: Tensor) -> Tensor:
+    if weight is None:
+        return torch.ones(len(inputs), device=inputs.device, dtype=wide(inputs))
+    if not isinstance(weight, Tensor) or weight.is_complex():
+        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"weight has to be a real tensor or None, but got {kind}")
+    if weight.numel() != len(inputs) or weight.ndim not in (1, 2) or len(weight) != len(inputs):
+        raise ValueError(
+            f"weight has to be one number per sample, shape ({len(inputs)},), but got shape {tuple(weight.shape)}"
+        )
+    return weight.detach().flatten().to(inputs.device, wide(inputs))
+
+
+def normalise(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the weights are legal, and the weights over the largest, so that no sum of them overflows."""
+    legal = ((weights >= 0) & weights.isfinite()).all()
+    return legal, weights / weights.amax().clamp(min=torch.finfo(weights.dtype).tiny) if len(weights) else weights
+
+
+def check_weights(legal: bool) -> None:
+    if not legal:
+        raise ValueError("weight has to hold finite numbers of at least 0, but got others")
+
+
+def check_inputs(name: str, inputs: Tensor, labels: Tensor, single_class: SingleClass, group: Group) -> None:
+    check_settings(single_class, group)
+    for what, given in ((name, inputs), ("labels", labels)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{what} has to be a tensor, but got {type(given).__name__}")
+    if not inputs.is_floating_point():
+        raise TypeError(f"{name} has to be a floating-point tensor, but got {inputs.dtype}")
+    if labels.is_complex() or labels.device != inputs.device:
+        raise ValueError(
+            f"labels has to be a bool, integer or float tensor on the device of {name}, {inputs.device}, but got "
+            f"{labels.dtype} on {labels.device}"
+        )
+
+
+def check_settings(single_class: SingleClass, group: Group) -> None:
+    check_group(group)
+    if single_class not in ("error", "zero"):
+        raise ValueError(f"single_class has to be 'error' or 'zero', but got {single_class!r}")
+
+
+def check_number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} has to be a number, but got {value!r} of type {type(value).__name__}")
+    if not LEAST[name] <= value < math.inf:
+        raise ValueError(f"{name} has to be a finite number of at least {LEAST[name]:g}, but got {value}")
+    return float(value)

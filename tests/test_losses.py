@@ -1,0 +1,355 @@
+"""Losses against brute force over all pairs, finite differences and scikit-learn; what they do at the edges."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import fbeta_score, roc_auc_score
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from backdrop import Backdrop, _pairs
+from backdrop.losses import (
+    ClassDistanceLoss,
+    RankStatisticLoss,
+    SoftFBetaLoss,
+    SquaredHingeAUCLoss,
+    class_distance_loss,
+    rank_statistic_loss,
+    soft_f_beta_loss,
+    squared_hinge_auc_loss,
+)
+
+AUC_LOSSES = {
+    "rank statistic": (rank_statistic_loss, "temperature", 0.7, lambda x, t: torch.sigmoid(x / t)),
+    "squared hinge": (squared_hinge_auc_loss, "margin", 0.7, lambda x, m: (m + x).clamp(min=0).square()),
+}
+
+
+def over_all_pairs(scores, labels, weight, function, setting):
+    """The mean over a matrix of pairs, for one column of scores."""
+    positive = labels.bool()
+    pairs = weight[positive][:, None] * weight[~positive]
+    return (function(scores[~positive] - scores[positive][:, None], setting) * pairs).sum() / pairs.sum()
+
+
+def batch(n=60, dtype=torch.float64):
+    scores = torch.randn(n, dtype=dtype, requires_grad=True)
+    return scores, torch.rand(n) < 0.3, torch.rand(n, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+@pytest.mark.parametrize("setting", [0.7, 1.0, 0.01])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("tile", [None, 64])
+def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, monkeypatch):
+    if tile:
+        monkeypatch.setitem(_pairs.TILE, "cpu", tile)
+    loss, name, _, function = AUC_LOSSES[kind]
+    scores, labels, weight = batch(300)
+    expected = over_all_pairs(scores, labels, weight if weighted else torch.ones_like(weight), function, setting)
+    actual = loss(scores, labels, weight=weight if weighted else None, **{name: setting})
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+    gradients = [torch.autograd.grad(value, scores)[0] for value in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+@pytest.mark.parametrize("spread", [1e-3, 30, 1e3])
+def test_auc_losses_far_from_and_near_each_other(kind, spread, monkeypatch):
+    """Where sigmoids saturate whole tiles are left out, and sums of squares could cancel."""
+    monkeypatch.setitem(_pairs.TILE, "cpu", 256)
+    loss, _, _, function = AUC_LOSSES[kind]
+    scores, labels, weight = batch(400)
+    scores = (1e4 * scores.sign() + spread * scores).detach().requires_grad_()  # two heaps, far apart
+    expected, actual = over_all_pairs(scores, labels, weight, function, 1.0), loss(scores, labels, weight=weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+    gradients = [torch.autograd.grad(value, scores)[0] for value in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+@pytest.mark.parametrize("labels", ["classes", "several"])
+def test_each_class_against_the_rest(kind, labels):
+    loss, name, setting, function = AUC_LOSSES[kind]
+    scores = torch.randn(50, 4, dtype=torch.float64, requires_grad=True)
+    classes = torch.randint(3, (50,))  # nobody has the last one
+    member = nn.functional.one_hot(classes, 4) if labels == "classes" else (torch.rand(50, 4) < 0.4).long()
+    if labels == "several":
+        member[:, 3] = 0
+    ones = torch.ones(50, dtype=torch.float64)
+    expected = sum(over_all_pairs(scores[:, c], member[:, c], ones, function, setting) for c in range(3)) / 3
+    actual = loss(scores, classes if labels == "classes" else member, **{name: setting})
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
+def brute_class_distance(features, labels, distance, weight):
+    means = [
+        (features[labels == c] * weight[labels == c, None]).sum(0) / weight[labels == c].sum()
+        for c in labels.unique()
+        if weight[labels == c].sum() > 0
+    ]
+    pairs = [(a - b).square().sum() for i, a in enumerate(means) for b in means[:i]]
+    return sum((square - distance**2) ** 2 for square in pairs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(30, 5), (30, 2, 3), (30,)])
+def test_class_distance(weighted, shape):
+    features = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([-3, 7, 7, 10**12, 5])[torch.randint(5, (30,))]
+    weight = torch.rand(30, dtype=torch.float64)
+    weight[labels == 5] = 0  # so this class is not there
+    if not weighted:
+        weight = torch.ones_like(weight)
+    expected = brute_class_distance(features.reshape(30, -1), labels, 1.3, weight)
+    actual = class_distance_loss(features, labels, distance=1.3, weight=weight if weighted else None)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(value, features)[0] for value in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_class_distance_of_means_that_coincide():
+    """The gradient of a distance has no limit at zero; that of its square does."""
+    features = torch.zeros(4, 3, requires_grad=True)
+    class_distance_loss(features, torch.tensor([0, 1, 0, 1]), distance=1).backward()
+    assert not features.grad.any()
+
+
+@pytest.mark.parametrize("beta", [0.5, 1, 2])
+def test_soft_f_beta(beta):
+    p, y, w = torch.rand(40, dtype=torch.float64, requires_grad=True), torch.rand(40) < 0.4, torch.rand(40).double()
+    hits, missed, wrong = (w * y * p).sum(), (w * y * (1 - p)).sum(), (w * ~y * p).sum()
+    expected = 1 - (1 + beta**2) * hits / ((1 + beta**2) * hits + beta**2 * missed + wrong)
+    actual = soft_f_beta_loss(p, y, beta=beta, weight=w)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(value, p)[0] for value in (actual, expected)))
+
+
+@pytest.mark.parametrize("beta", [0.5, 1, 2])
+def test_hard_f_beta_is_that_of_scikit_learn(beta):
+    decisions, y, w = torch.rand(200) < 0.4, torch.rand(200) < 0.4, torch.rand(200)
+    expected = 1 - fbeta_score(y, decisions, beta=beta, sample_weight=w)
+    assert soft_f_beta_loss(decisions.float(), y, beta=beta, weight=w).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_cold_rank_statistic_is_roc_auc(weighted):
+    """With ties, which count half."""
+    scores, labels = torch.randint(20, (500,)).double(), torch.rand(500) < 0.3
+    weight = torch.rand(500) if weighted else None
+    expected = 1 - roc_auc_score(labels, scores, sample_weight=weight)
+    assert rank_statistic_loss(scores, labels, temperature=1e-6, weight=weight).item() == pytest.approx(expected)
+
+
+def test_a_cold_rank_statistic_is_roc_auc_for_many_classes():
+    scores, classes = torch.randint(9, (300, 3)).float(), torch.randint(3, (300,))
+    expected = 1 - roc_auc_score(nn.functional.one_hot(classes), scores, average="macro")
+    assert rank_statistic_loss(scores, classes, temperature=1e-6).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradcheck():
+    scores, labels, weight = batch(12)
+    labels[:2], labels[2:4] = True, False
+    features, classes = torch.randn(9, 3, dtype=torch.float64, requires_grad=True), torch.arange(9) % 3
+    for loss in (rank_statistic_loss, squared_hinge_auc_loss):
+        assert torch.autograd.gradcheck(lambda x, loss=loss: loss(x, labels, weight=weight), scores)
+    assert torch.autograd.gradcheck(lambda x: class_distance_loss(x, classes, distance=1), features)
+    assert torch.autograd.gradcheck(lambda x: soft_f_beta_loss(x.sigmoid(), labels, weight=weight), scores)
+
+
+CALLS = {
+    "rank statistic": lambda x, y, **more: rank_statistic_loss(x, y, **more),
+    "squared hinge": lambda x, y, **more: squared_hinge_auc_loss(x, y, **more),
+    "class distance": lambda x, y, **more: class_distance_loss(x, y, distance=1, **more),
+    "soft F-beta": lambda x, y, **more: soft_f_beta_loss(x.sigmoid(), y, **more),
+}
+BINARY = [name for name in CALLS if name != "class distance"]
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_kinds_of_labels_and_shapes(name):
+    scores, labels, weight = batch()
+    expected = CALLS[name](scores, labels, weight=weight)
+    for dtype in (torch.uint8, torch.int64, torch.float32, torch.float16):
+        assert torch.equal(CALLS[name](scores, labels.to(dtype), weight=weight), expected)
+    for x in (scores, scores[:, None]):
+        for y in (labels, labels[:, None]):
+            if x.ndim >= y.ndim:
+                assert torch.equal(CALLS[name](x, y, weight=weight[:, None]), expected)
+    scores.grad = None
+    CALLS[name](scores[:, None], labels[:, None]).backward()
+    assert scores.grad.shape == (60,)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_weights_say_how_often_a_sample_is_there(name):
+    scores, labels, _ = batch()
+    times = torch.randint(3, (60,))
+    repeated = [x.repeat_interleave(times) for x in (scores, labels)]
+    torch.testing.assert_close(CALLS[name](scores, labels, weight=times), CALLS[name](*repeated), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast(name, dtype):
+    scores, labels, weight = batch(200, torch.float32)
+    rounded = scores.detach().to(dtype)
+    reference = rounded.double().requires_grad_()
+    expected = CALLS[name](reference, labels, weight=weight.double())
+    expected.backward()
+    for autocast in (False, True):
+        x = rounded.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = CALLS[name](x, labels, weight=weight)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        exact = name != "soft F-beta"  # there the sigmoid outside is rounded
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if exact else 1e-2)
+        assert x.grad.dtype == dtype
+        assert (x.grad.double() - reference.grad).norm() < 0.02 * reference.grad.norm()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_scores(name, dtype):
+    scores = torch.tensor([1e4, -1e4, 1e4, -1e4, 0.0], dtype=dtype, requires_grad=True)
+    loss = CALLS[name](scores, torch.tensor([1, 1, 0, 0, 0]))
+    loss.backward()
+    assert loss.isfinite()
+    assert scores.grad.isfinite().all()
+
+
+def test_one_positive_against_a_million_negatives():
+    scores = torch.randn(1_000_001, requires_grad=True)
+    labels = torch.zeros(1_000_001)
+    labels[123] = 1
+    apart = (scores.detach().double() - scores[123].detach().double())[labels == 0]
+    assert rank_statistic_loss(scores, labels).item() == pytest.approx(apart.sigmoid().mean().item(), rel=1e-6)
+    loss = squared_hinge_auc_loss(scores, labels)
+    assert loss.item() == pytest.approx((1 + apart).clamp(min=0).square().mean().item(), rel=1e-6)
+    loss.backward()
+    assert scores.grad[123].item() == pytest.approx(-2 * (1 + apart).clamp(min=0).mean().item(), rel=1e-5)
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+samples = st.lists(st.tuples(finite, st.booleans(), st.one_of(st.just(1.0), finite.map(abs))), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@given(samples=samples, double=st.booleans())
+def test_no_finite_input_gives_nan(name, samples, double):
+    dtype = torch.float64 if double else torch.float32
+    x, y, w = (torch.tensor(each) for each in zip(*samples, strict=True))
+    x = x.to(dtype)
+    x = (x * 1e268 if double else x).requires_grad_()  # about as large as numbers get
+    loss = CALLS[name](x, y, weight=w, single_class="zero")
+    assert not loss.isnan()
+    if loss.isfinite():
+        loss.backward()
+        assert not x.grad.isnan().any()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nan_is_not_hidden(name):
+    scores = torch.tensor([1.0, 2.0, math.nan, 3.0], requires_grad=True)
+    loss = CALLS[name](scores, torch.tensor([1, 0, 0, 1]))
+    assert loss.isnan()
+    loss.backward()
+    assert scores.grad.isnan().any()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("labels", [[], [1, 1, 1], [0, 0, 0]])
+def test_a_single_class(name, labels):
+    scores, labels = torch.randn(len(labels), requires_grad=True), torch.tensor(labels, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"one class only.*single_class='zero'"):
+        CALLS[name](scores, labels)
+    loss = CALLS[name](scores, labels, single_class="zero")
+    assert loss == 0
+    loss.backward()
+    assert scores.grad is not None
+    assert not scores.grad.any()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_samples_without_weight_make_no_class(name):
+    scores, labels = torch.randn(4), torch.tensor([0, 0, 1, 1])
+    with pytest.raises(ValueError, match="one class only"):
+        CALLS[name](scores, labels, weight=torch.tensor([1, 1, 0, 0]))
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor made while this is open."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(out) if hasattr(leaf, "numel")
+        ]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+def test_memory_grows_with_the_samples_not_the_pairs(kind):
+    scores, labels = torch.randn(4000, requires_grad=True), torch.arange(4000) % 2
+    with _Largest() as largest:
+        AUC_LOSSES[kind][0](scores, labels).backward()
+    assert largest.numel <= max(_pairs.TILE["cpu"], 4 * 4000)  # of 4 million pairs
+
+
+def test_second_derivatives_are_refused():
+    scores, labels, _ = batch()
+    for loss in (rank_statistic_loss, squared_hinge_auc_loss):
+        (gradient,) = torch.autograd.grad(loss(scores, labels), scores, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            gradient.sum().backward()
+
+
+MODULES = [
+    (RankStatisticLoss(0.5), "temperature", lambda x, y, **more: rank_statistic_loss(x, y, **more)),
+    (SquaredHingeAUCLoss(0.5), "margin", lambda x, y, **more: squared_hinge_auc_loss(x, y, **more)),
+    (ClassDistanceLoss(0.5), "distance", lambda x, y, **more: class_distance_loss(x, y, **more)),
+    (SoftFBetaLoss(0.5), "beta", lambda x, y, **more: soft_f_beta_loss(x, y, **more)),
+]
+
+
+@pytest.mark.parametrize(("module", "setting", "function"), MODULES)
+def test_modules(module, setting, function):
+    x, y, w = torch.rand(30), torch.rand(30) < 0.5, torch.rand(30)
+    module = copy.deepcopy(module)
+    assert torch.equal(module(x, y, w), function(x, y, weight=w, **{setting: 0.5}))
+    setattr(module, setting, 0.9)
+    assert torch.equal(module(x, y), function(x, y, **{setting: 0.9}))
+    assert repr(module) == f"{type(module).__name__}({setting}=0.9)"
+    module.single_class = "zero"
+    assert module(x, torch.ones(30).bool()) == 0
+    assert "single_class='zero'" in repr(module)
+
+
+def test_two_masks_on_two_terms():
+    """Eq. 4: the cross-entropy and the class distances have effective batch sizes of their own."""
+    body, head = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
+    x, labels = torch.randn(40, 6, dtype=torch.float64), torch.arange(40) % 3
+    masks = [Backdrop(p, generator=torch.Generator().manual_seed(seed)) for seed, p in enumerate((0.8, 0.4))]
+    weights = [copy.deepcopy(mask).draw_weight(x) for mask in masks]
+    hidden = body(x)
+    entropy = nn.functional.cross_entropy(masks[0](head(hidden)), labels)
+    (entropy + class_distance_loss(masks[1](hidden), labels, distance=2)).backward()
+
+    # By hand: the gradient of each term at the place of its mask, times the mask's weights.
+    v = hidden.detach().requires_grad_()
+    f = head(v).detach().requires_grad_()
+    (to_f,) = torch.autograd.grad(nn.functional.cross_entropy(f, labels), f)
+    (to_v,) = torch.autograd.grad(class_distance_loss(v, labels, distance=2), v)
+    to_f, to_v = to_f * weights[0], to_v * weights[1]
+    torch.testing.assert_close(head.weight.grad, to_f.T @ v)
+    torch.testing.assert_close(body.weight.grad, (to_f @ head.weight + to_v).T @ x)
+    assert (weights[0] != 0).sum() < (weights[1] != 0).sum()
