@@ -24,6 +24,7 @@ docs: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_layer.py
 	$(BIN)/python benchmarks/bench_skip.py
+	$(BIN)/python benchmarks/bench_losses.py
 
 clean:
 	rm -rf $(VENV) site

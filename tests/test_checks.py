@@ -7,11 +7,21 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, effective_batch_size
+from backdrop.distributed import all_gather
 from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
+from backdrop.losses import (
+    ClassDistanceLoss,
+    RankStatisticLoss,
+    class_distance_loss,
+    rank_statistic_loss,
+    soft_f_beta_loss,
+    squared_hinge_auc_loss,
+)
 from backdrop.schedules import ConstantP, CosineP, LambdaP, LinearP, StepP
 
 X = torch.ones(4, 3, 8, 8, requires_grad=True)
 META = torch.device("meta")
+S, Y = torch.linspace(0, 1, 4), torch.tensor([0, 1, 0, 1])
 
 REFUSED = [
     # p
@@ -94,6 +104,42 @@ REFUSED = [
     (lambda: StepP(Backdrop(), {1: 1.5}), ValueError, ["p has", "[0, 1)", "1.5"]),
     (lambda: LambdaP(Backdrop(), 0.5), TypeError, ["function", "callable", "float"]),
     (lambda: LambdaP(Backdrop(), lambda step: step + 1), ValueError, ["p has", "[0, 1)", "1"]),
+    # group
+    (lambda: Backdrop(0.5, group="all"), TypeError, ["group has", "'world'", "'all'"]),
+    (lambda: Backdrop2d(0.5, group=3), TypeError, ["group has", "ProcessGroup", "int"]),
+    (lambda: all_gather(S, group=[0, 1]), TypeError, ["group has", "ProcessGroup", "list"]),
+    (lambda: all_gather(S[0]), ValueError, ["x has", "axis", "0-d"]),
+    (lambda: all_gather([1.0]), TypeError, ["x has", "tensor", "list"]),
+    # losses
+    (lambda: rank_statistic_loss([1.0], Y), TypeError, ["scores has", "tensor", "list"]),
+    (lambda: rank_statistic_loss(S, [0, 1]), TypeError, ["labels has", "tensor", "list"]),
+    (lambda: rank_statistic_loss(Y, Y), TypeError, ["scores has", "floating-point", "int64"]),
+    (lambda: rank_statistic_loss(X, Y), ValueError, ["scores has", "(n, classes)", "(4, 3, 8, 8)"]),
+    (lambda: rank_statistic_loss(S, Y[:3]), ValueError, ["labels has", "(4,) or (4, 1)", "(3,)"]),
+    (lambda: rank_statistic_loss(S, Y.to(META)), ValueError, ["labels has", "device", "cpu", "meta"]),
+    (lambda: rank_statistic_loss(S, Y + 1), ValueError, ["labels has", "0 and 1", "[1, 2]"]),
+    (lambda: rank_statistic_loss(S, Y - 0.5), ValueError, ["labels has", "0 and 1", "[-0.5, 0.5]"]),
+    (lambda: rank_statistic_loss(torch.ones(4, 3), Y * 3), ValueError, ["labels has", "0 to 2", "[0, 3]"]),
+    (lambda: rank_statistic_loss(S, Y, temperature=0), ValueError, ["temperature has", "1e-30", "0"]),
+    (lambda: rank_statistic_loss(S, Y, temperature="1"), TypeError, ["temperature has", "number", "'1'"]),
+    (lambda: rank_statistic_loss(S, Y, weight=[1.0]), TypeError, ["weight has", "tensor", "list"]),
+    (lambda: rank_statistic_loss(S, Y, weight=torch.ones(3)), ValueError, ["weight has", "(4,)", "(3,)"]),
+    (lambda: rank_statistic_loss(S, Y, weight=-torch.ones(4)), ValueError, ["weight has", "at least 0"]),
+    (lambda: rank_statistic_loss(S, Y, weight=torch.full((4,), math.inf)), ValueError, ["weight has", "finite"]),
+    (lambda: rank_statistic_loss(S, Y, single_class="skip"), ValueError, ["single_class has", "'zero'", "'skip'"]),
+    (lambda: rank_statistic_loss(S, Y, group="all"), TypeError, ["group has", "'world'", "'all'"]),
+    (lambda: rank_statistic_loss(S, Y * 0), ValueError, ["4 samples", "one class", "single_class='zero'"]),
+    (lambda: squared_hinge_auc_loss(S, Y, margin=-1), ValueError, ["margin has", "at least 0", "-1"]),
+    (lambda: squared_hinge_auc_loss(S, Y, margin=math.nan), ValueError, ["margin has", "finite", "nan"]),
+    (lambda: class_distance_loss(X, Y.float(), distance=1), ValueError, ["labels has", "integer", "float32"]),
+    (lambda: class_distance_loss(X, Y[:2], distance=1), ValueError, ["labels has", "(2,)", "(4, 3, 8, 8)"]),
+    (lambda: class_distance_loss(S[0], Y[0], distance=1), ValueError, ["labels has", "per sample", "()"]),
+    (lambda: class_distance_loss(X, Y, distance=math.inf), ValueError, ["distance has", "finite", "inf"]),
+    (lambda: class_distance_loss(X, Y, distance=1, weight=-S.abs() - 1), ValueError, ["weight has", "at least 0"]),
+    (lambda: soft_f_beta_loss(S + 1, Y), ValueError, ["probabilities has", "[0, 1]", "sigmoid"]),
+    (lambda: soft_f_beta_loss(S, Y, beta=0), ValueError, ["beta has", "1e-06", "0"]),
+    (lambda: RankStatisticLoss(-1), ValueError, ["temperature has", "-1"]),
+    (lambda: ClassDistanceLoss(1, single_class=0), ValueError, ["single_class has", "'error'", "0"]),
 ]
 
 

@@ -46,11 +46,15 @@ def batch(n=60, dtype=torch.float64):
 @pytest.mark.parametrize("setting", [0.7, 1.0, 0.01])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("tile", [None, 64])
-def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, monkeypatch):
+@pytest.mark.parametrize("few", [False, True])
+def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, few, monkeypatch):
     if tile:
         monkeypatch.setitem(_pairs.TILE, "cpu", tile)
+        monkeypatch.setitem(_pairs.MOST, "cpu", 7)
     loss, name, _, function = AUC_LOSSES[kind]
     scores, labels, weight = batch(300)
+    if few:
+        labels[20:] = False
     expected = over_all_pairs(scores, labels, weight if weighted else torch.ones_like(weight), function, setting)
     actual = loss(scores, labels, weight=weight if weighted else None, **{name: setting})
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
@@ -70,6 +74,24 @@ def test_auc_losses_far_from_and_near_each_other(kind, spread, monkeypatch):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
     gradients = [torch.autograd.grad(value, scores)[0] for value in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_scores_in_perfect_and_in_wrong_order(order):
+    labels = torch.arange(200) % 2
+    scores = (order * 1e4 * labels + torch.randn(200)).requires_grad_()
+    loss = rank_statistic_loss(scores, labels)
+    loss.backward()
+    assert loss == (0 if order > 0 else 1)
+    assert not scores.grad.any()
+
+
+@pytest.mark.parametrize("name", ["rank statistic", "squared hinge", "class distance", "soft F-beta"])
+@pytest.mark.parametrize("size", [3e38, 1e-38])
+def test_the_size_of_weights_does_not_matter(name, size):
+    scores, labels, _ = batch(dtype=torch.float32)
+    expected, actual = (CALLS[name](scores, labels, weight=torch.full((60,), w)) for w in (1.0, size))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kind", AUC_LOSSES)
@@ -101,9 +123,9 @@ def brute_class_distance(features, labels, distance, weight):
 @pytest.mark.parametrize("shape", [(30, 5), (30, 2, 3), (30,)])
 def test_class_distance(weighted, shape):
     features = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([-3, 7, 7, 10**12, 5])[torch.randint(5, (30,))]
+    labels = torch.tensor([-3, 7, 7, 10**12, 5, 10**13])[torch.arange(30) % 6]
     weight = torch.rand(30, dtype=torch.float64)
-    weight[labels == 5] = 0  # so this class is not there
+    weight[(labels == 5) | (labels == 10**13)] = 0  # so these classes are not there
     if not weighted:
         weight = torch.ones_like(weight)
     expected = brute_class_distance(features.reshape(30, -1), labels, 1.3, weight)
@@ -255,9 +277,12 @@ def test_no_finite_input_gives_nan(name, samples, double):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nan_is_not_hidden(name):
-    scores = torch.tensor([1.0, 2.0, math.nan, 3.0], requires_grad=True)
-    loss = CALLS[name](scores, torch.tensor([1, 0, 0, 1]))
+@pytest.mark.parametrize("n", [4, 400])
+def test_nan_is_not_hidden(name, n):
+    scores = torch.randn(n)
+    scores[2] = math.nan
+    scores.requires_grad_()
+    loss = CALLS[name](scores, torch.arange(n) % 2)
     assert loss.isnan()
     loss.backward()
     assert scores.grad.isnan().any()
@@ -303,6 +328,43 @@ def test_memory_grows_with_the_samples_not_the_pairs(kind):
     with _Largest() as largest:
         AUC_LOSSES[kind][0](scores, labels).backward()
     assert largest.numel <= max(_pairs.TILE["cpu"], 4 * 4000)  # of 4 million pairs
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpu_computes_the_same(name, dtype):
+    for n in (40, 9000):
+        scores, labels, weight = batch(n)
+        scores = scores.detach().to(dtype)
+        found = []
+        for device in ("cpu", "cuda"):
+            x = scores.to(device).requires_grad_()
+            with torch.autocast("cuda", dtype, enabled=dtype.itemsize == 2):
+                loss = CALLS[name](x, labels.to(device), weight=weight.to(device))
+            loss.backward()
+            found.append((loss.item(), x.grad.double().cpu()))
+        (expected, gradient), (actual, other) = found
+        close = {8: 1e-10, 4: 1e-5, 2: 1e-2}[dtype.itemsize]
+        assert actual == pytest.approx(expected, rel=close)
+        assert (gradient - other).norm() <= close * gradient.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it compiles
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled(name):
+    """A graph break, and the same loss."""
+    model = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
+    x, labels = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 2
+    gradients = []
+    for call in (
+        lambda: CALLS[name](model(x), labels),
+        torch.compile(lambda: CALLS[name](model(x), labels), backend="aot_eager"),
+    ):
+        model.zero_grad()
+        call().backward()
+        gradients.append(model[0].weight.grad.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)
 
 
 def test_second_derivatives_are_refused():

@@ -1,6 +1,7 @@
 """The package as a user meets it: its imports, its documentation, its example."""
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -88,6 +89,30 @@ def test_the_page_on_skipping_shows_the_measured_figures(name):
         assert (cells[2], cells[4], cells[8]) == (f"{faster:.2f}", f"{of_forward:.2f}", f"{memory:.2f}")
         if cells[3]:
             assert f"| {case} | {faster:.2f} | {of_forward:.2f} | {memory:.2f} |" in readme
+
+
+def test_the_page_on_losses_shows_the_measured_figures():
+    page, readme = ((ROOT / name).read_text() for name in ("docs/losses.md", "README.md"))
+    figures = json.loads((ROOT / "benchmarks" / "results" / "losses-cpu.json").read_text())
+    for row in figures["rows"]:
+        pairs = f"{row['positives']:,} x {row['negatives']:,}"
+        cells = [row["loss"], pairs, row["way"], f"{row['milliseconds']:.1f}", f"{row['megabytes']:.1f}"]
+        assert f"| {' | '.join(cells)} |" in page
+        assert row["positives"] == 1 or f"| {' | '.join(cells)} |" in readme
+
+
+def test_the_example_over_many_processes_runs():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    example = [str(ROOT / "examples" / "02_auc_ddp.py"), "--steps=5"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    one, two = (
+        subprocess.run([*start, *example], env=environment, check=True, capture_output=True, text=True).stdout
+        for start in ([sys.executable], [*command, "--standalone"])
+    )
+    (alone, *_), (together, masked) = one.splitlines(), two.splitlines()
+    assert alone.startswith("1 process, p = 0.0: area under the ROC curve 0.")
+    assert together.removeprefix("2 processes") == alone.removeprefix("1 process")  # without a mask
+    assert masked.startswith("2 processes, p = 0.9: area under the ROC curve 0.")
 
 
 def windows(p, shape, seed, stride, before, size):

@@ -6,11 +6,10 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import processes
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
 from backdrop.schedules import LinearP
 from backdrop.skip import Report, cost
@@ -294,13 +293,11 @@ def _without_prefix(result):
     return result
 
 
-def _train(rank, world, port, results):
+def _train(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     cost.pays = lambda spent, saved: True
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     calls = []
 
     def count(state, bucket):
@@ -309,37 +306,22 @@ def _train(rank, world, port, results):
 
     torch.manual_seed(0)
     model = network()
-    grads = {}
-    for name, each in (("plain", copy.deepcopy(model)), ("fast", skip_blocked(model))):
+    found = []
+    for each in (copy.deepcopy(model), skip_blocked(model)):
         calls.clear()
         parallel = DistributedDataParallel(each)
         parallel.register_comm_hook(None, count)
         torch.manual_seed(rank)
         parallel(images()).square().sum().backward()
-        grads[name] = ([parameter.grad for parameter in each.parameters()], len(calls))
-    results.put((rank, [(a.numpy(), b.numpy()) for a, b in zip(grads["plain"][0], grads["fast"][0], strict=True)]))
-    assert grads["plain"][1] == grads["fast"][1]  # as many all-reduces
-    dist.destroy_process_group()
+        found.append(([parameter.grad for parameter in each.parameters()], len(calls)))
+    return found
 
 
 def test_distributed_data_parallel():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=_train, args=(rank, 2, port, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
-    for rank in range(2):
-        for a, b in found[rank]:
-            assert_close(torch.from_numpy(a), torch.from_numpy(b), 1e-10)
+    for (plain, reductions), (fast, as_many) in processes.run(_train, 2):
+        assert reductions == as_many
+        for a, b in zip(plain, fast, strict=True):
+            assert_close(a, b, 1e-10)
 
 
 def test_report():

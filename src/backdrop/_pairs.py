@@ -17,6 +17,8 @@ from torch import Tensor
 
 # Pairs in a tile: what stays in a core's cache, and what fills a GPU.
 TILE = {"cpu": 2**17, "cuda": 2**24}
+MOST = {"cpu": 2**13, "cuda": 2**17}  # negatives in a tile, whose sum is rounded as a whole
+FEW = 32  # scores of a kind: then sorting the others takes longer than it saves
 # Beyond these, sigmoid(x) is exactly 0, and exactly 1.
 ZERO = {torch.float32: -104.0, torch.float64: -746.0}
 ONE = {torch.float32: 17.5, torch.float64: 37.5}
@@ -75,23 +77,28 @@ class _Once(torch.autograd.Function):
 
 def rank_statistic(positive: Side, negative: Side, gradient: bool, temperature: float) -> Means:
     """f(x) = sigmoid(x / temperature), tile by tile over sorted scores, but for tiles where it is exactly 0 or 1."""
-    (a, u, a_order), (b, v, b_order) = _sorted(positive), _sorted(negative)
-    total = u.sum(dtype=torch.float64) * v.sum(dtype=torch.float64)
-    budget = TILE.get(a.device.type, TILE["cuda"])
+    many = min(len(positive.scores), len(negative.scores)) > FEW
+    (a, u, a_order), (b, v, b_order) = (_sorted(side) if many else (*side, None) for side in (positive, negative))
+    weight_of_all = v.sum(dtype=torch.float64)
+    total = u.sum(dtype=torch.float64) * weight_of_all
+    device = "cpu" if a.is_cpu else "cuda"
+    budget = TILE[device]
     rows = min(len(a), max(32, budget // len(b)))
-    columns = max(1, budget // rows)
+    columns = max(1, min(budget // rows, MOST[device]))
     firsts = range(0, len(a), rows)
-    lows, highs = a[::rows], a[[min(first + rows, len(a)) - 1 for first in firsts]]
-    begins = torch.searchsorted(b, lows + ZERO[a.dtype] * temperature).tolist()
-    ends = torch.searchsorted(b, highs + ONE[a.dtype] * temperature, right=True).tolist()
-    behind = v.sum(dtype=torch.float64) - v.cumsum(0, dtype=torch.float64)  # the weight of negatives above each
+    begins, ends = [0] * len(firsts), [len(b)] * len(firsts)
+    if many:
+        lows, highs = a[::rows], a[[min(first + rows, len(a)) - 1 for first in firsts]]
+        begins = torch.searchsorted(b, lows + ZERO[a.dtype] * temperature).tolist()
+        ends = torch.searchsorted(b, highs + ONE[a.dtype] * temperature).tolist()
+    above = weight_of_all - v.cumsum(0, dtype=torch.float64)  # the weight of negatives above each
     value = a.new_zeros((), dtype=torch.float64)
     to_a, to_b = torch.zeros_like(a), torch.zeros_like(b)
     scratch = a.new_empty(rows * columns)
     for first, begin, end in zip(firsts, begins, ends, strict=True):
         r = slice(first, min(first + rows, len(a)))
         if end < len(b):
-            value += u[r].sum(dtype=torch.float64) * (behind[end - 1] if end else v.sum(dtype=torch.float64))
+            value += u[r].sum(dtype=torch.float64) * (above[end - 1] if end else weight_of_all)
         for column in range(begin, end, columns):
             c = slice(column, min(column + columns, end))
             y = scratch[: (r.stop - r.start) * (c.stop - c.start)].view(r.stop - r.start, -1)
@@ -133,14 +140,17 @@ def squared_hinge(positive: Side, negative: Side, gradient: bool, margin: float)
 
 
 def _sums_above(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each x, over all y with x + y > 0: their weight, the mean of x + y, and the weighted squares about it."""
+    """For each x, over all y with x + y > 0: their weight, the mean of x + y, and the weighted squares about it.
+
+    Where there is none, the mean and the squares are zero.
+    """
     y, order = y.sort(descending=True)
     count = torch.searchsorted(-y, x)
     none = count == 0
     last = (count - 1).clamp(min=0)
     total, mean, spread = (each[last] for each in _accumulate(weight[order], y, torch.zeros_like(y)))
     zero = x.new_zeros(())
-    return torch.where(none, zero, total), torch.where(none, zero, mean + x), torch.where(none, zero, spread)
+    return total, torch.where(none, zero, mean + x), torch.where(none, zero, spread)
 
 
 def _accumulate(weight: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,5 +179,5 @@ def _sorted(side: Side) -> tuple[Tensor, Tensor, Tensor]:
     return scores, side.weight[order], order
 
 
-def _unsorted(x: Tensor, order: Tensor) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, order, x)
+def _unsorted(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else torch.empty_like(x).index_copy_(0, order, x)

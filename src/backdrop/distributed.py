@@ -15,8 +15,9 @@ torch.Size([2, 3])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["Group", "all_gather"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
@@ -50,6 +53,19 @@ def all_gather(x: Tensor, group: Group = "world", *, same_loss: bool = False) ->
         return x
     gathered: Tensor = _AllGather.apply(x, processes, same_loss)  # type: ignore[no-untyped-call]
     return gathered
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile leave a function alone, with a graph break; the compiler is not imported before it is used."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            disabled: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
@@ -119,6 +135,7 @@ class SharedDraw:
     def __getstate__(self) -> dict[str, Any]:
         return {"group": self.group, "uneven": self.uneven, "agreed": None}
 
+    @not_compiled
     def agree(
         self, rows: int, generator: torch.Generator | None, device: torch.device
     ) -> tuple[torch.Generator | None, int, int]:

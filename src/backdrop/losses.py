@@ -38,7 +38,7 @@ from backdrop._batches import (
     normalise,
     wide,
 )
-from backdrop.distributed import Group, gather, resolve, sum_over
+from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
 
 __all__ = [
     "ClassDistanceLoss",
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 
+@not_compiled
 def rank_statistic_loss(
     scores: Tensor,
     labels: Tensor,
@@ -85,6 +86,7 @@ def rank_statistic_loss(
     return _mean_over_pairs(gather_batch("scores", scores, labels, weight, single_class, group), single_class, compare)
 
 
+@not_compiled
 def squared_hinge_auc_loss(
     scores: Tensor,
     labels: Tensor,
@@ -114,6 +116,7 @@ def squared_hinge_auc_loss(
     return _mean_over_pairs(gather_batch("scores", scores, labels, weight, single_class, group), single_class, compare)
 
 
+@not_compiled
 def class_distance_loss(
     features: Tensor,
     labels: Tensor,
@@ -161,12 +164,12 @@ def class_distance_loss(
     share = weights / _sums(weights.double(), index, len(classes)).to(weights.dtype)[index]
     index, share = index[own], share[own, None]
     quarters = share / 4 * features[:, None].flatten(1).to(share.dtype)  # so that no sum overflows on its way
-    sums = _sums(torch.where(share > 0, quarters, 0.0), index, len(classes))
-    means = 4 * sum_over(sums, processes).double()
+    means = 4 * sum_over(_sums(quarters, index, len(classes)), processes).double()
     squares = nn.functional.pdist(means).square()
     return (squares - distance * distance).square().sum().to(weights.dtype)
 
 
+@not_compiled
 def soft_f_beta_loss(
     probabilities: Tensor,
     labels: Tensor,

@@ -1,0 +1,53 @@
+"""Runs a function in several processes that form a torch.distributed group over gloo."""
+
+import datetime
+import io
+import queue
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(function, world, *args, timeout=60):
+    """What `function(rank, *args)` returns in each of `world` processes, by rank; None for one that dies."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        workers = [
+            context.Process(target=_work, args=(function, rank, world, str(store), timeout, results, args))
+            for rank in range(world)
+        ]
+        for worker in workers:
+            worker.start()
+        found = {}
+        while len(found) < world:
+            waiting = [rank for rank, worker in enumerate(workers) if rank not in found]
+            try:
+                rank, error, data = results.get(timeout=2)
+            except queue.Empty:
+                found.update({rank: None for rank in waiting if workers[rank].exitcode not in (None, 0)})
+                continue
+            assert error is None, f"process {rank} failed:\n{error}"
+            found[rank] = torch.load(io.BytesIO(data))
+        for worker in workers:
+            worker.join(timeout)
+            assert not worker.is_alive()
+    return [found[rank] for rank in range(world)]
+
+
+def _work(function, rank, world, store, timeout, results, args):
+    error, data = None, io.BytesIO()
+    try:
+        torch.set_num_threads(1)
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        torch.save(function(rank, *args), data)
+        dist.destroy_process_group()
+    except Exception:
+        error = traceback.format_exc()
+    results.put((rank, error, data.getvalue()))
