@@ -2,6 +2,7 @@
 
 import datetime
 import io
+import os
 import queue
 import tempfile
 import traceback
@@ -22,21 +23,24 @@ def run(function, world, *args, timeout=60):
             context.Process(target=_work, args=(function, rank, world, str(store), timeout, results, args))
             for rank in range(world)
         ]
-        for worker in workers:
-            worker.start()
-        found = {}
-        while len(found) < world:
-            waiting = [rank for rank, worker in enumerate(workers) if rank not in found]
-            try:
-                rank, error, data = results.get(timeout=2)
-            except queue.Empty:
-                found.update({rank: None for rank in waiting if workers[rank].exitcode not in (None, 0)})
-                continue
-            assert error is None, f"process {rank} failed:\n{error}"
-            found[rank] = torch.load(io.BytesIO(data))
-        for worker in workers:
-            worker.join(timeout)
-            assert not worker.is_alive()
+        try:
+            for worker in workers:
+                worker.start()
+            found = {}
+            while len(found) < world:
+                waiting = [rank for rank in range(world) if rank not in found]
+                try:
+                    rank, error, data = results.get(timeout=2)
+                except queue.Empty:
+                    found.update({rank: None for rank in waiting if workers[rank].exitcode not in (None, 0)})
+                    continue
+                assert error is None, f"process {rank} failed:\n{error}"
+                found[rank] = torch.load(io.BytesIO(data))
+            for worker in workers:
+                worker.join(timeout)
+        finally:
+            for worker in workers:
+                worker.kill()
     return [found[rank] for rank in range(world)]
 
 
@@ -47,7 +51,10 @@ def _work(function, rank, world, store, timeout, results, args):
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         torch.save(function(rank, *args), data)
-        dist.destroy_process_group()
+        dist.barrier()  # so that none leaves while others wait for its part
     except Exception:
         error = traceback.format_exc()
     results.put((rank, error, data.getvalue()))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # with old versions of torch, taking the group down may wait forever
