@@ -36,13 +36,15 @@ Compare: TypeAlias = Callable[[Side, Side, bool], Means]
 
 
 class PairLoss(torch.autograd.Function):
-    """A mean over pairs as a function of all scores; `compare` computes it, with the gradient if that is wanted."""
+    """A mean over pairs as a function of all scores; `compare` computes it, with the gradient if that is wanted.
+
+    It is computed in the dtype of the weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, positive: Tensor, weight: Tensor, compare: Compare) -> Tensor:
         wanted = ctx.needs_input_grad[0]
-        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        wide, weight = scores.detach().to(dtype), weight.to(dtype)
+        wide = scores.detach().to(weight.dtype)
         sides = [Side(wide[which], weight[which]) for which in (positive, ~positive)]
         with torch.autocast(scores.device.type, enabled=False):
             value, *gradients = compare(sides[0], sides[1], wanted)
@@ -52,9 +54,9 @@ class PairLoss(torch.autograd.Function):
             gradient = torch.empty_like(wide)
             for which, part in zip((positive, ~positive), gradients, strict=True):
                 assert part is not None
-                gradient[which] = part.to(dtype)
+                gradient[which] = part.to(wide.dtype)
             ctx.save_for_backward(gradient.masked_fill_(broken, torch.nan), scores)
-        return value.to(dtype)
+        return value.to(wide.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
