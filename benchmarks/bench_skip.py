@@ -258,7 +258,7 @@ def draw(rows, file):
             else:
                 axis.set_xscale("log", base=2)
             axis.set_xlabel("p" if key == "p" else "pixels along a side")
-    axes[0][0].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(WAYS))
     figure.suptitle(f"One training step, {rows[0]['device']}")
     figure.savefig(file, dpi=110)
 

@@ -339,7 +339,7 @@ def test_a_gpu_computes_the_same(name, dtype):
         scores = scores.detach().to(dtype)
         found = []
         for device in ("cpu", "cuda"):
-            x = scores.to(device).requires_grad_()
+            x = scores.to(device, copy=True).requires_grad_()
             with torch.autocast("cuda", dtype, enabled=dtype.itemsize == 2):
                 loss = CALLS[name](x, labels.to(device), weight=weight.to(device))
             loss.backward()
