@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -131,6 +132,52 @@ def check_devices(p: Probability, generator: torch.Generator | None, device: tor
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
+
+
+def check_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} has to be a number, but got {value!r} of type {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} has to be positive and finite, but got {value}")
+
+
+def check_size(size: int | Sequence[int]) -> tuple[int, ...]:
+    """Pixels per axis; one number is a square."""
+    sizes = _as_ints("size", size)
+    if not isinstance(size, Sequence):
+        sizes *= 2
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 2:
+        raise ValueError(f"size has to have one to three axes of at least 2 pixels each, but got {size!r}")
+    return tuple(map(int, sizes))
+
+
+def check_crop(crop: int | Sequence[int], size: tuple[int, ...]) -> tuple[int, ...]:
+    tile = _as_ints("crop", crop)
+    if not isinstance(crop, Sequence):
+        tile *= len(size)
+    if len(tile) != len(size) or any(length < 1 or n % length for length, n in zip(tile, size, strict=True)):
+        raise ValueError(f"crop has to divide the size, {size}, along every axis, but got {crop!r}")
+    return tile
+
+
+def check_scale_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    if weights is None:
+        return (1.0,) * count
+    if isinstance(weights, (str, numbers.Real)) or not all(isinstance(weight, numbers.Real) for weight in weights):
+        raise TypeError(f"weights has to be a sequence of numbers, one per kernel, but got {weights!r}")
+    if len(weights) != count:
+        raise ValueError(f"weights has to have one number for each of the {count} kernels, but got {tuple(weights)}")
+    if not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"weights have to be finite, but got {tuple(weights)}")
+    return tuple(map(float, weights))
+
+
+def check_int(name: str, value: int, least: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} has to be an integer, but got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} has to be at least {least}, but got {value}")
+    return int(value)
 
 
 def _as_ints(name: str, value: int | Sequence[int]) -> tuple[int, ...]:

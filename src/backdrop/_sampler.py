@@ -1,0 +1,131 @@
+"""From a texture to its samples: one field per scale, put together, within the memory there is."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from backdrop._checks import check_size
+from backdrop._fields import Field, fast_length, generator_for, normalise_, one_thread
+
+if TYPE_CHECKING:
+    from backdrop.textures import Texture
+
+SHORTEST = 0.1  # in pixels: on a grid of pixels a Gaussian of this length is white noise
+
+
+class Sampler:
+    """Draws the samples of one texture at one size, one by one.
+
+    Args:
+        texture: what to draw.
+        size: pixels per axis, or of a square.
+        count: how many samples will be kept at a time; an error is raised where they cannot fit in memory.
+        device, periodic, dtype: as for `Texture.sample`.
+    """
+
+    def __init__(
+        self,
+        texture: Texture,
+        size: int | Sequence[int],
+        count: int = 1,
+        *,
+        device: torch.device | str = "cpu",
+        periodic: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.texture, self.size, self.device = texture, check_size(size), torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device has to be a CPU or a CUDA device, but got {device}; sample on the CPU and move it"
+            )
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype has to be torch.float32 or torch.float64, but got {dtype}")
+        if texture.normalise and max(kernel.length for kernel in texture.kernels) > 100 * max(self.size):
+            raise ValueError(
+                f"lengths have to be at most 100 times the size, {self.size}, but got {texture}; "
+                "a field that hardly changes within the image cannot be normalised"
+            )
+        pixels = math.prod(self.size)
+        _check_memory(count * pixels * dtype.itemsize, count, self.size, self.device)
+        self.convolves = texture.combine == "convolve" and len(texture.kernels) > 1
+        margins = [0 if periodic else kernel.reach(torch.finfo(dtype).eps) for kernel in texture.kernels]
+        if self.convolves:
+            margins = [sum(margins)] * len(margins)
+        self.fields = []
+        for kernel, margin in zip(texture.kernels, margins, strict=True):
+            torus = self.size if periodic else tuple(fast_length(n - 1 + margin) for n in self.size)
+            drawn = torus if self.convolves else self.size
+            self.fields.append(Field(*kernel.mixture(SHORTEST), torus, drawn, self.device, dtype))
+        work = max(field.bytes for field in self.fields)
+        if self.convolves:
+            work += 6 * math.prod(self.fields[0].torus) * dtype.itemsize
+        elif len(self.fields) > 1:
+            work += pixels * dtype.itemsize
+        _check_memory(count * pixels * dtype.itemsize + work, count, self.size, self.device, self.fields[-1].torus)
+
+    def draw(self, seed: int, index: int, out: Tensor) -> None:
+        """Sample `index` of the seed, written into `out`."""
+        texture = self.texture
+        if self.convolves:
+            torus = self.fields[0].torus
+            with one_thread(len(torus) == 1):
+                spectrum = torch.fft.rfftn(self._raw(0, seed, index), norm="ortho")
+                for i in range(1, len(self.fields)):
+                    spectrum *= torch.fft.rfftn(self._raw(i, seed, index), norm="ortho")
+                out.copy_(_corner(torch.fft.irfftn(spectrum, s=torus, norm="ortho"), self.size))
+            if texture.normalise:
+                normalise_(out)
+            out *= math.prod(texture.weights)
+            return
+        self.scale(0, seed, index, out)
+        out *= texture.weights[0]
+        for i, weight in enumerate(texture.weights[1:], start=1):
+            if texture.combine == "product":
+                out *= self.scale(i, seed, index).mul_(weight)
+            else:
+                out.add_(self.scale(i, seed, index), alpha=weight)
+
+    def scale(self, i: int, seed: int, index: int, out: Tensor | None = None) -> Tensor:
+        """Scale i of a sample, without its weight."""
+        field = self._raw(i, seed, index, out)
+        field = _corner(field, self.size).contiguous()
+        return normalise_(field) if self.texture.normalise else field
+
+    def _raw(self, i: int, seed: int, index: int, out: Tensor | None = None) -> Tensor:
+        return self.fields[i].draw(generator_for(self.device, seed, index, i), out)
+
+
+def _corner(field: Tensor, size: Sequence[int]) -> Tensor:
+    return field[tuple(slice(n) for n in size)]
+
+
+def _check_memory(
+    needed: int, count: int, size: tuple[int, ...], device: torch.device, torus: tuple[int, ...] | None = None
+) -> None:
+    free = available_bytes(device)
+    if needed > free:
+        shape = " x ".join(map(str, size))
+        through = "" if torus is None or torus == size else f", through a torus of {' x '.join(map(str, torus))},"
+        raise ValueError(
+            f"{count} samples of {shape} pixels{through} need {needed / 1e9:.1f} GB, but {device} has "
+            f"{free / 1e9:.1f} GB free; draw fewer at a time (first=...), smaller ones or shorter lengths"
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of the device, as far as the system tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return sys.maxsize
+    return 1024 * int(meminfo.partition("MemAvailable:")[2].split()[0])
