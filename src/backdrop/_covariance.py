@@ -87,7 +87,7 @@ class Matern(Kernel):
         The mean is an integral over t = log(u) of exp(nu (t - exp(t))): smooth and falling at both ends, where the
         trapezoidal rule converges faster than any power of its step.
         """
-        step = min(0.25, 0.5 / math.sqrt(self.nu))
+        step = min(0.3, 0.6 / math.sqrt(self.nu))
         a = 46 / self.nu  # beyond these limits exp(nu (1 + t - exp(t))) is below exp(-46) = 1e-20
         low, high = -a - math.sqrt(2 * a), math.log1p(a + math.sqrt(2 * a))
         t = step * torch.arange(math.floor(low / step), math.ceil(high / step) + 1, dtype=torch.float64)

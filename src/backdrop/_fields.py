@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 NOTHING = 2.0**-60
-SLAB = {"cpu": 2**17, "cuda": 2**24}  # complex numbers in work at a time
-BLOCK = 2**20  # real numbers in work at a time, along the last axis
-STRETCH = 1024  # numbers that are summed by one thread
+SLAB = {"cpu": 2**17, "cuda": 2**20}  # complex numbers in work at a time
+BLOCK = 2**21  # real numbers in work at a time, along the last axis
+STRETCH = 1024  # numbers that are summed by one thread; few enough sums of them are summed by one too
 
 
 def fast_length(n: int) -> int:
@@ -49,13 +49,17 @@ def eigenvalues(lengths: Tensor, frequency: Tensor) -> Tensor:
     the other does not.
     """
     frequency = frequency - frequency.round()
-    short, long = lengths[lengths <= 1.5, None], lengths[lengths > 1.5, None]
-    lag = torch.arange(1, 15, dtype=torch.float64)
-    with one_thread():
-        lags = 1 + 2 * torch.exp(-0.5 * (lag / short) ** 2) @ torch.cos(2 * math.pi * lag[:, None] * frequency)
-    aliases = sum(torch.exp(-2 * (math.pi * long * (frequency - k)) ** 2) for k in (-1, 0, 1))
     values = torch.empty(len(lengths), len(frequency), dtype=torch.float64)
-    values[lengths <= 1.5], values[lengths > 1.5] = lags, math.sqrt(2 * math.pi) * long * aliases
+    short = lengths <= 1.5
+    if short.any():
+        length, lag = lengths[short, None], torch.arange(1, 15, dtype=torch.float64)
+        with one_thread():
+            waves = torch.cos(2 * math.pi * lag[:, None] * frequency)
+            values[short] = 1 + 2 * torch.exp(-0.5 * (lag / length) ** 2) @ waves
+    if not short.all():
+        length = lengths[~short, None]
+        aliases = (torch.exp(-2 * (math.pi * length * (frequency - k)) ** 2) for k in (-1, 0, 1))
+        values[~short] = math.sqrt(2 * math.pi) * length * sum(aliases)
     return values
 
 
@@ -82,10 +86,12 @@ class Field:
     ) -> None:
         self.lengths, self.weights = lengths, weights
         self.torus, self.size, self.device, self.dtype = tuple(torus), tuple(size), device, dtype
-        kept = [self._count(axis) for axis in range(len(self.torus))]
-        self.half = kept[-1]  # of the frequencies 0, 1, ..., T // 2 of the last axis
-        both = zip(kept[:-1], self.torus, strict=False)  # and -1, -2, ... of the others
-        self.others = [torch.cat([torch.arange(n), torch.arange(max(n, T - n + 1), T)]) for n, T in both]
+        # To scale in the transform is one more kernel on a GPU. On a CPU it is free, and without it MKL's transforms
+        # depend on the number of threads.
+        self.norm = "forward" if device.type == "cuda" else "ortho"
+        last = len(self.torus) - 1
+        self.half = self._count(last)  # of the frequencies 0, 1, ..., T // 2
+        self.others = [self._both(axis) for axis in range(last)]
         counts = list(map(len, self.others))
         sizes = (math.prod([*self.size[:i], self.torus[i], *counts[i + 1 :]]) for i in range(len(counts)))
         self.widest = max(sizes, default=1)  # what one frequency of the last axis is spread to
@@ -117,7 +123,7 @@ class Field:
             for axis, (points, keep) in enumerate(zip(rest, lead, strict=True), start=1):
                 spread = _spread(slab, axis, points)
                 with one_thread(spread.numel() == points):
-                    slab = torch.fft.ifft(spread, dim=axis, norm="ortho").narrow(axis, 0, keep)
+                    slab = torch.fft.ifft(spread, dim=axis, norm=self.norm).narrow(axis, 0, keep)
             spectrum[..., first : first + len(slab)] = slab.movedim(0, -1)
         # At the ends of the half axis half of the noise was too much (see _amplitude), and has done its work.
         for end in (0, last / 2):
@@ -129,7 +135,7 @@ class Field:
         for first in range(0, len(rows), step):
             block = spectra[first : first + step]
             with one_thread(len(block) == 1):
-                rows[first : first + step] = torch.fft.irfft(block, n=last, dim=1, norm="ortho")[:, : self.size[-1]]
+                rows[first : first + step] = torch.fft.irfft(block, n=last, dim=1, norm=self.norm)[:, : self.size[-1]]
         return field
 
     def _amplitude(self, first: int) -> Tensor:
@@ -147,7 +153,10 @@ class Field:
                 rows = (rows[:, :, None] * self._factors(axis, j)[:, None, :]).flatten(1)
             self._rows = rows.to(self.device, self.dtype)
         j = torch.arange(first, min(first + self.step, self.half))
-        columns = self._factors(-1, j) * torch.where((j > 0) & (2 * j != self.torus[-1]), 0.5, 1.0)
+        columns = self._factors(-1, j)
+        columns[:, (j > 0) & (2 * j != self.torus[-1])] /= 2
+        if self.norm == "forward":
+            columns /= math.prod(self.torus)
         with one_thread():
             amplitude = (columns.to(self.device, self.dtype).T @ self._rows).sqrt_()
         amplitude = amplitude.view(-1, *map(len, self.others))
@@ -161,6 +170,15 @@ class Field:
 
     def _factors(self, axis: int, j: Tensor) -> Tensor:
         return eigenvalues(self.lengths, j.double() / self.torus[axis]).clamp_(min=0)
+
+    def _both(self, axis: int) -> Tensor:
+        """The frequencies that are drawn, first 0, 1, ..., then those that are negative, as T - 1 for -1.
+
+        On a GPU all of them: noise costs less there than to put it in its place.
+        """
+        points = self.torus[axis]
+        count = self._count(axis) if self.device.type == "cpu" else points // 2 + 1
+        return torch.cat([torch.arange(count), torch.arange(max(count, points - count + 1), points)])
 
     def _count(self, axis: int) -> int:
         """How many of the frequencies 0, 1, ..., T // 2 carry something: the eigenvalues fall along every axis."""
@@ -208,21 +226,20 @@ def _spread(slab: Tensor, axis: int, points: int) -> Tensor:
 
 def normalise_(field: Tensor) -> Tensor:
     """To mean 0 and standard deviation 1, in place."""
+    if field.is_cuda:
+        deviation, mean = torch.std_mean(field, correction=0)
+        return field.sub_(mean).div_(deviation)
     flat = field.view(-1)
-    flat -= (_total(flat) / flat.numel()).to(field.dtype)
-    flat /= (_total(flat, square=True) / flat.numel()).sqrt().to(field.dtype)
+    flat -= (_total(flat, torch.sum) / flat.numel()).to(field.dtype)
+    flat /= (_total(flat, lambda part, dim: torch.linalg.vector_norm(part, dim=dim).square()) / flat.numel()).sqrt()
     return field
 
 
-def _total(flat: Tensor, square: bool = False) -> Tensor:
+def _total(flat: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The sum, or the sum of squares, in the same order whatever the number of threads: float64."""
     body = flat[: flat.numel() // STRETCH * STRETCH].view(-1, STRETCH)
-    parts = [body, flat[body.numel() :].view(1, -1)]
-    if square:
-        sums = torch.cat([torch.linalg.vector_norm(part, dim=1).double().square() for part in parts])
-    else:
-        sums = torch.cat([part.sum(1).double() for part in parts])
-    return sums.sum() if len(sums) <= STRETCH else _total(sums)
+    sums = torch.cat([reduce(body, 1).double(), reduce(flat[body.numel() :].view(1, -1), 1).double()])
+    return sums.sum() if len(sums) < 2**14 else _total(sums, torch.sum)
 
 
 def generator_for(device: torch.device, *key: int | str) -> torch.Generator:

@@ -53,29 +53,32 @@ class Sampler:
                 "a field that hardly changes within the image cannot be normalised"
             )
         pixels = math.prod(self.size)
-        _check_memory(count * pixels * dtype.itemsize, count, self.size, self.device)
+        needed = count * pixels * dtype.itemsize
+        _check_memory(needed, count, self.size, self.device)
         self.convolves = texture.combine == "convolve" and len(texture.kernels) > 1
         margins = [0 if periodic else kernel.reach(torch.finfo(dtype).eps) for kernel in texture.kernels]
         if self.convolves:
             margins = [sum(margins)] * len(margins)
-        self.fields = []
-        for kernel, margin in zip(texture.kernels, margins, strict=True):
-            torus = self.size if periodic else tuple(fast_length(n - 1 + margin) for n in self.size)
-            drawn = torus if self.convolves else self.size
-            self.fields.append(Field(*kernel.mixture(SHORTEST), torus, drawn, self.device, dtype))
+        toruses = [self.size if periodic else tuple(fast_length(n - 1 + m) for n in self.size) for m in margins]
+        largest = max(toruses)
+        _check_memory(needed + 16 * max(largest), count, self.size, self.device, largest)
+        self.fields = [
+            Field(*kernel.mixture(SHORTEST), torus, torus if self.convolves else self.size, self.device, dtype)
+            for kernel, torus in zip(texture.kernels, toruses, strict=True)
+        ]
         work = max(field.bytes for field in self.fields)
         if self.convolves:
-            work += 6 * math.prod(self.fields[0].torus) * dtype.itemsize
+            work += 6 * math.prod(largest) * dtype.itemsize
         elif len(self.fields) > 1:
             work += pixels * dtype.itemsize
-        _check_memory(count * pixels * dtype.itemsize + work, count, self.size, self.device, self.fields[-1].torus)
+        _check_memory(needed + work, count, self.size, self.device, largest)
 
     def draw(self, seed: int, index: int, out: Tensor) -> None:
         """Sample `index` of the seed, written into `out`."""
         texture = self.texture
         if self.convolves:
             torus = self.fields[0].torus
-            with one_thread(len(torus) == 1):
+            with one_thread():
                 spectrum = torch.fft.rfftn(self._raw(0, seed, index), norm="ortho")
                 for i in range(1, len(self.fields)):
                     spectrum *= torch.fft.rfftn(self._raw(i, seed, index), norm="ortho")
@@ -85,7 +88,8 @@ class Sampler:
             out *= math.prod(texture.weights)
             return
         self.scale(0, seed, index, out)
-        out *= texture.weights[0]
+        if texture.weights[0] != 1:
+            out *= texture.weights[0]
         for i, weight in enumerate(texture.weights[1:], start=1):
             if texture.combine == "product":
                 out *= self.scale(i, seed, index).mul_(weight)
