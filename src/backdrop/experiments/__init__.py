@@ -1,0 +1,1 @@
+"""The paper as runnable studies. Needs the extra: `pip install 'torch-backdrop[experiments]'`."""
