@@ -45,6 +45,8 @@ class Sampler:
             raise ValueError(
                 f"device has to be a CPU or a CUDA device, but got {device}; sample on the CPU and move it"
             )
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device is {device}, but torch finds no CUDA device here; use device='cpu'")
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype has to be torch.float32 or torch.float64, but got {dtype}")
         if texture.normalise and max(kernel.length for kernel in texture.kernels) > 100 * max(self.size):
@@ -118,8 +120,8 @@ def _check_memory(
         shape = " x ".join(map(str, size))
         through = "" if torus is None or torus == size else f", through a torus of {' x '.join(map(str, torus))},"
         raise ValueError(
-            f"{count} samples of {shape} pixels{through} need {needed / 1e9:.1f} GB, but {device} has "
-            f"{free / 1e9:.1f} GB free; draw fewer at a time (first=...), smaller ones or shorter lengths"
+            f"{count} sample{'s' * (count != 1)} of {shape} pixels{through} need {needed / 1e9:.1f} GB, "
+            f"but {device} has {free / 1e9:.1f} GB free; draw fewer at a time (first=...), smaller ones or shorter lengths"
         )
 
 

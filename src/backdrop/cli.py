@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+    from typer.core import TyperCommand
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; the command needs: pip install 'torch-backdrop[experiments]'") from None
 
@@ -25,6 +26,96 @@ Root = Annotated[
     Path | None,
     typer.Option(help="Where data sets lie. Else $BACKDROP_DATA, else ~/.cache/backdrop.", show_default=False),
 ]
+
+
+class Lists(TyperCommand):
+    """Takes `--small 9.5 10` for `--small 9.5,10`: options with as many numbers as one likes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        listing = False
+        for arg in args:
+            if listing and not (arg.startswith("-") and not arg[1:].replace(".", "")[:1].isdigit()):
+                joined[-1] += f",{arg}" if joined[-1] else arg
+                continue
+            listing = arg in ("--small", "--scale", "--large", "--weights", "--size")
+            joined += [arg, ""] if listing else [arg]
+        return super().parse_args(ctx, joined)
+
+
+@app.command(cls=Lists)
+def textures(
+    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    small: Annotated[
+        str | None, typer.Option(metavar="LENGTH...", help="Lengths of the small scale, in pixels.")
+    ] = None,
+    scale: Annotated[
+        list[str] | None, typer.Option(metavar="LENGTH...", help="Lengths of one more scale; may come several times.")
+    ] = None,
+    large: Annotated[str | None, typer.Option(metavar="LENGTH...", help="Lengths of the large scale.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="WEIGHT...", help="One per scale; for two 0.75 and 1.25 as in the paper, else 1."),
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="PIXELS...", help="Of a square, or one for each of 2 or 3 axes.")
+    ] = "1024",
+    per_class: Annotated[int, typer.Option(help="Images per class.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    split: Annotated[str, typer.Option(help="Images of one split are independent of those of another.")] = "train",
+    combine: Annotated[str, typer.Option(help="sum, product or convolve.")] = "sum",
+    patchwork: Annotated[bool, typer.Option("--patchwork", help="Effective lengths of the authors' program.")] = False,
+    periodic: Annotated[bool, typer.Option("--periodic", help="Opposite borders fit together.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    preview: Annotated[
+        Path | None, typer.Option(help="A picture to draw: an image of each class, scale by scale.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a data set that is there.")] = False,
+) -> None:
+    """Draw Gaussian-process textures: a class for every choice of one length per scale.
+
+    The paper's test set: backdrop textures --small 9.5 10 --large 80 140 --per-class 25 --split test --out DIR
+    """
+    console = Console(stderr=True)
+    with errors_in_red():
+        from rich.progress import track
+
+        from backdrop._checks import check_size
+        from backdrop.experiments.generate import generate
+        from backdrop.textures import plot, split_seed
+
+        groups = [_numbers(text) for text in (small, *(scale or ()), large) if text is not None]
+        if not groups:
+            raise ValueError("at least one scale is needed: --small, --scale or --large, with one or more lengths")
+        pixels = [int(number) if number.is_integer() else number for number in _numbers(size)]
+        shape = check_size(pixels * 2 if len(pixels) == 1 else pixels)  # type: ignore[arg-type]
+        if preview is not None and not preview.expanduser().parent.is_dir():
+            raise ValueError(f"--preview has to name a file in a folder that is there, but got {preview}")
+        classes = generate(
+            out,
+            groups,
+            per_class=per_class,
+            size=shape,
+            seed=seed,
+            split=split,
+            weights=None if weights is None else _numbers(weights),
+            combine=combine,  # type: ignore[arg-type]  # checked there
+            patchwork=patchwork,
+            periodic=periodic,
+            device=device,
+            force=force,
+            progress=lambda indices: track(indices, "drawing", console=console),
+            say=lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False),
+        )
+        if preview is not None:
+            plot(classes, shape, seed=split_seed(seed, split), periodic=periodic, path=preview.expanduser())
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"a list of numbers such as 9.5 10 is needed, but got {text.replace(',', ' ')!r}") from None
 
 
 @data.command()
@@ -72,7 +163,7 @@ def errors_in_red() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         problem = f"{error}; it comes with: pip install 'torch-backdrop[experiments]'"
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, TypeError, ValueError, RuntimeError) as error:
         problem = str(error)
     else:
         return

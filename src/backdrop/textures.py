@@ -249,6 +249,7 @@ def plot(
     size: int | Sequence[int] = 512,
     *,
     seed: int = 0,
+    periodic: bool = False,
     path: str | Path | None = None,
 ) -> Figure:
     """One sample of each texture in a row: its scales side by side, and what they make together.
@@ -259,6 +260,7 @@ def plot(
         textures: one or several with the same number of scales.
         size: pixels per axis, or of a square.
         seed: of the samples; the row is their index, so that rows are independent.
+        periodic: whether opposite borders fit together.
         path: also write the figure to this file.
     """
     from matplotlib.figure import Figure
@@ -271,10 +273,10 @@ def plot(
     figure = Figure(figsize=(3 * columns, 3.2 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), columns, squeeze=False)
     for row, texture in enumerate(rows):
-        pictures = [*texture.scales(size, seed=seed, index=row)]
+        pictures = [*texture.scales(size, seed=seed, index=row, periodic=periodic)]
         titles = [f"length {kernel.length:g}" for kernel in texture.kernels]
         if scales > 1:
-            pictures.append(texture.sample(1, size, seed=seed, first=row)[0])
+            pictures.append(texture.sample(1, size, seed=seed, first=row, periodic=periodic)[0])
             titles.append({"sum": "weighted sum", "product": "product", "convolve": "convolution"}[texture.combine])
         for ax, picture, title in zip(axes[row], pictures, titles, strict=True):
             ax.set_title(title)

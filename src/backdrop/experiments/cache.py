@@ -20,7 +20,7 @@ import backdrop
 from backdrop.experiments.fetch import checksum
 from backdrop.experiments.sources import DATA_SETS, Labels, Obtained, Pixels
 
-__all__ = ["CacheError", "check", "load", "store"]
+__all__ = ["CacheError", "check", "listed", "load", "store"]
 
 
 class CacheError(ValueError):
@@ -41,12 +41,7 @@ def store(name: str, home: Path, obtained: Obtained) -> None:
                 np.save(stream, np.ascontiguousarray(array))
                 stream.flush()
                 os.fsync(stream.fileno())
-            files[file] = {
-                "bytes": (new / file).stat().st_size,
-                "shape": array.shape,
-                "dtype": str(array.dtype),
-                "checksum": checksum(new / file),
-            }
+            files[file] = listed(new / file, array.shape, str(array.dtype))
         manifest = {
             "name": name,
             "source": obtained.source,
@@ -60,6 +55,11 @@ def store(name: str, home: Path, obtained: Obtained) -> None:
         new.rename(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def listed(path: Path, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """What a manifest says of an array."""
+    return {"bytes": path.stat().st_size, "shape": shape, "dtype": dtype, "checksum": checksum(path)}
 
 
 def check(name: str, home: Path, *, verify: bool = False) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def _bar(name: str, total: int | None, done: int, shown: bool) -> Iterator[Calla
 
 
 @contextlib.contextmanager
-def lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
     """Lets one process in at a time. The lock ends with the process, however that ends; its file goes with it."""
     held = False
     while not held:
@@ -226,7 +226,7 @@ def lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
                         path.unlink()
 
 
-def _wait_for(file: IO[str], waiting: Callable[[], None]) -> None:
+def _wait_for(file: IO[str], waiting: Callable[[], object]) -> None:
     if fcntl is None:
         return
     try:

@@ -216,10 +216,11 @@ def _read_jpegs(paths: Sequence[Path], data_set: DataSet) -> tuple[Pixels, Label
 
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-UIUC_CLASSES = tuple(
+UIUC_NAMES = (
     "bark1 bark2 bark3 wood1 wood2 wood3 water granite marble floor1 floor2 pebbles wall brick1 brick2 glass1 glass2 "
-    "carpet1 carpet2 upholstery wallpaper fur knit corduroy plaid".split()
+    "carpet1 carpet2 upholstery wallpaper fur knit corduroy plaid"
 )
+UIUC_CLASSES = tuple(UIUC_NAMES.split())
 UIUC_CHECKSUMS = {  # as other projects publish them
     "T01-T05.zip": "c0761b76080a9a9200b4a6894e05fabaca1fb280",
     "T06-T10.zip": "a83dfd0af0a3edd5d144f7cdd2e6e93eb75c2c4a",
