@@ -18,10 +18,12 @@ from backdrop.losses import (
     squared_hinge_auc_loss,
 )
 from backdrop.schedules import ConstantP, CosineP, LambdaP, LinearP, StepP
+from backdrop.textures import Matern, SquaredExponential, Texture, TextureDataset, patchwork_length, plot
 
 X = torch.ones(4, 3, 8, 8, requires_grad=True)
 META = torch.device("meta")
 S, Y = torch.linspace(0, 1, 4), torch.tensor([0, 1, 0, 1])
+SE = SquaredExponential(3)
 
 REFUSED = [
     # p
@@ -140,6 +142,52 @@ REFUSED = [
     (lambda: soft_f_beta_loss(S, Y, beta=0), ValueError, ["beta has", "1e-06", "0"]),
     (lambda: RankStatisticLoss(-1), ValueError, ["temperature has", "-1"]),
     (lambda: ClassDistanceLoss(1, single_class=0), ValueError, ["single_class has", "'error'", "0"]),
+    # textures
+    (lambda: SquaredExponential(0), ValueError, ["length has", "positive", "0"]),
+    (lambda: SquaredExponential(-2.0), ValueError, ["length has", "positive", "-2.0"]),
+    (lambda: SquaredExponential(math.nan), ValueError, ["length has", "finite", "nan"]),
+    (lambda: SquaredExponential(math.inf), ValueError, ["length has", "finite", "inf"]),
+    (lambda: SquaredExponential("3"), TypeError, ["length has", "number", "'3'"]),
+    (lambda: SquaredExponential(True), TypeError, ["length has", "number", "True"]),
+    (lambda: Matern(0, 1.5), ValueError, ["length has", "positive", "0"]),
+    (lambda: Matern(3, math.nan), ValueError, ["nu has", "finite", "nan"]),
+    (lambda: Matern(3, 0.01), ValueError, ["nu has", "[0.05, 10000]", "0.01"]),
+    (lambda: Matern(3, 1e6), ValueError, ["nu has", "SquaredExponential", "1000000.0"]),
+    (lambda: patchwork_length(-1), ValueError, ["length has", "positive", "-1"]),
+    (lambda: Texture([]), TypeError, ["kernels has", "at least one", "[]"]),
+    (lambda: Texture([3.0]), TypeError, ["kernels has", "SquaredExponential", "3.0"]),
+    (lambda: Texture([SE, SE], (1,)), ValueError, ["weights has", "2 kernels", "(1,)"]),
+    (lambda: Texture(SE, (math.nan,)), ValueError, ["weights have", "finite", "nan"]),
+    (lambda: Texture(SE, 2.0), TypeError, ["weights has", "sequence", "2.0"]),
+    (lambda: Texture(SE, "1"), TypeError, ["weights has", "sequence", "'1'"]),
+    (lambda: Texture(SE, combine="mix"), ValueError, ["combine has", "'convolve'", "'mix'"]),
+    (lambda: Texture.grid([]), ValueError, ["groups has", "one or more", "[]"]),
+    (lambda: Texture.grid([(1, 2), ()]), ValueError, ["groups has", "one or more lengths", "()"]),
+    (lambda: Texture(SE).sample(1, 1, seed=0), ValueError, ["size has", "at least 2", "1"]),
+    (lambda: Texture(SE).sample(1, (8, 1), seed=0), ValueError, ["size has", "at least 2", "(8, 1)"]),
+    (lambda: Texture(SE).sample(1, (8,) * 4, seed=0), ValueError, ["size has", "one to three", "(8, 8, 8, 8)"]),
+    (lambda: Texture(SE).sample(1, (), seed=0), ValueError, ["size has", "one to three", "()"]),
+    (lambda: Texture(SE).sample(1, 8.0, seed=0), TypeError, ["size has", "integer", "8.0"]),
+    (lambda: Texture(SE).sample(-1, 8, seed=0), ValueError, ["n has", "at least 0", "-1"]),
+    (lambda: Texture(SE).sample(1.5, 8, seed=0), TypeError, ["n has", "integer", "1.5"]),
+    (lambda: Texture(SE).sample(1, 8, seed=0, first=-1), ValueError, ["first has", "at least 0", "-1"]),
+    (lambda: Texture(SE).sample(1, 8, seed=0.5), TypeError, ["seed has", "integer", "0.5"]),
+    (lambda: Texture(SE).sample(1, 8, seed=None), TypeError, ["seed has", "integer", "None"]),
+    (lambda: Texture(SE).sample(1, 8, seed=0, dtype=torch.float16), ValueError, ["dtype has", "float32", "float16"]),
+    (lambda: Texture(SE).sample(1, 8, seed=0, device="meta"), ValueError, ["device has", "CPU or a CUDA", "meta"]),
+    (lambda: Texture(SE).sample(1, 10**7, seed=0), ValueError, ["1 sample of 10000000 x 10000000", "GB free"]),
+    (lambda: Texture(SE).sample(10**9, 1024, seed=0), ValueError, ["1000000000 samples", "GB free", "fewer"]),
+    (lambda: Texture(SquaredExponential(801)).sample(1, 8, seed=0), ValueError, ["lengths have", "100 times", "801"]),
+    (lambda: Texture(SquaredExponential(1e18), normalise=False).sample(1, 8, seed=0), ValueError, ["torus", "GB free"]),
+    (lambda: TextureDataset([], 1, 8, 0), TypeError, ["classes has", "Texture", "[]"]),
+    (lambda: TextureDataset([SE], 1, 8, 0), TypeError, ["classes has", "Texture", "SquaredExponential"]),
+    (lambda: TextureDataset([Texture(SE)], 0, 8, 0), ValueError, ["per_class has", "at least 1", "0"]),
+    (lambda: TextureDataset([Texture(SE)], 1, 8, 0, crop=3), ValueError, ["crop has", "divide", "(8, 8)", "3"]),
+    (lambda: TextureDataset([Texture(SE)], 1, 8, 0, crop=0), ValueError, ["crop has", "divide", "0"]),
+    (lambda: TextureDataset([Texture(SE)], 1, 8, 0, crop=(4,)), ValueError, ["crop has", "every axis", "(4,)"]),
+    (lambda: TextureDataset([Texture(SE)], 1, 8, 0, split=1), TypeError, ["split has", "'train'", "1"]),
+    (lambda: plot([]), ValueError, ["textures has", "number of scales", "[]"]),
+    (lambda: plot([Texture(SE), Texture([SE, SE])]), ValueError, ["textures has", "number of scales"]),
 ]
 
 

@@ -17,6 +17,8 @@ from backdrop._sampler import Sampler
 from backdrop.textures import Matern, SquaredExponential, Texture
 
 CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=NO_GPU)]
 KERNELS = [
     SquaredExponential(0.2),
     SquaredExponential(1),
@@ -52,7 +54,7 @@ def exact_covariance(field, monkeypatch):
         patch.setattr(torch.Tensor, "normal_", count)
         assert not field.draw(None).any()
         patch.setattr(torch.Tensor, "normal_", unit)
-        columns = torch.stack([field.draw(Unit(i)).flatten() for i in range(sum(noise))], 1)
+        columns = torch.stack([field.draw(Unit(i)).flatten().cpu() for i in range(sum(noise))], 1)
     return columns @ columns.T
 
 
@@ -84,23 +86,25 @@ def mixture_on(torus, lags):
     return lengths, weights, 0.8 * wrapped(long, lags, torus) + 0.2 * wrapped(white, lags, torus)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("slab", [1, 40, 2**17])
 @pytest.mark.parametrize(
     "torus",
     [(2,), (3,), (17,), (18,), (2, 2), (6, 5), (5, 8), (8, 7), (9, 6), (6, 5, 4), (5, 4, 7), (3, 6, 8)],
     ids=str,
 )
-def test_the_covariance_on_a_torus_is_exact(torus, slab, monkeypatch):
-    monkeypatch.setitem(_fields.SLAB, "cpu", slab)
+def test_the_covariance_on_a_torus_is_exact(torus, slab, device, monkeypatch):
+    monkeypatch.setitem(_fields.SLAB, device.type, slab)
     monkeypatch.setattr(_fields, "BLOCK", slab)
     lengths, weights, expected = mixture_on(torus, differences(torus))
-    check_covariance(Field(lengths, weights, torus, torus, CPU, torch.float64), expected, monkeypatch)
+    check_covariance(Field(lengths, weights, torus, torus, device, torch.float64), expected, monkeypatch)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize(("torus", "size"), [((12,), (5,)), ((8, 10), (5, 3)), ((6, 8, 9), (4, 3, 2))], ids=str)
-def test_what_is_cut_from_a_torus_is_its_corner(torus, size, monkeypatch):
+def test_what_is_cut_from_a_torus_is_its_corner(torus, size, device, monkeypatch):
     lengths, weights, expected = mixture_on(torus, differences(size))
-    check_covariance(Field(lengths, weights, torus, size, CPU, torch.float64), expected, monkeypatch)
+    check_covariance(Field(lengths, weights, torus, size, device, torch.float64), expected, monkeypatch)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
@@ -113,10 +117,11 @@ def test_nothing_wraps_around_in_one_dimension(kernel, size, monkeypatch):
     check_covariance(periodic, wrapped(kernel, differences(size), size), monkeypatch, 1e-11)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("kernel", [SquaredExponential(0.3), SquaredExponential(1), Matern(0.4, 1.5)], ids=str)
 @pytest.mark.parametrize("size", [(2, 9), (5, 4)], ids=str)
-def test_nothing_wraps_around_in_two_dimensions(kernel, size, monkeypatch):
-    (field,) = Sampler(Texture(kernel), size, dtype=torch.float64).fields
+def test_nothing_wraps_around_in_two_dimensions(kernel, size, device, monkeypatch):
+    (field,) = Sampler(Texture(kernel), size, device=device, dtype=torch.float64).fields
     distance = sum(lag.double() ** 2 for lag in differences(size)).sqrt()
     check_covariance(field, kernel.covariance(distance), monkeypatch)
 

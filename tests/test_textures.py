@@ -136,6 +136,30 @@ def test_a_sample_depends_on_its_seed_and_its_number_only(texture, size, dtype):
     assert not torch.equal(texture.sample(1, size, seed=8, dtype=dtype)[0], together[0])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("combine", ["sum", "product", "convolve"])
+def test_on_a_gpu_too(combine):
+    texture = Texture([SquaredExponential(3), Matern(6, 1.5)], (0.75, 1.25), combine)
+    together = texture.sample(4, (130, 77), seed=7, device="cuda")
+    assert together.is_cuda
+    assert torch.equal(texture.sample(1, (130, 77), seed=7, device="cuda", first=2), together[2:3])
+    state = torch.cuda.get_rng_state()
+    data = TextureDataset([texture] * 2, 2, 32, 0, crop=16, device="cuda")
+    assert data.images.is_cuda
+    assert data.labels.is_cuda
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    kernel = SquaredExponential(4)
+    for dims, size in SIZES.items():
+        samples = Texture(kernel, normalise=False).sample(1000, size, seed=1, device="cuda").cpu()
+        for lag in LAGS[dims]:
+            check_mean(products(samples, lag), kernel.covariance(math.hypot(*lag)).item())
+    whole = Texture(kernel).sample(2, (64, 64), seed=0, device="cuda").double()
+    assert whole.mean((1, 2)).abs().max() < 1e-6
+    assert (whole.std((1, 2), correction=0) - 1).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="GB free"):
+        texture.sample(10**6, 4096, seed=0, device="cuda")
+
+
 def test_sampling_leaves_the_default_generator_and_the_threads_alone():
     torch.manual_seed(0)
     before, threads = torch.get_rng_state(), torch.get_num_threads()

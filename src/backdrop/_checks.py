@@ -155,7 +155,7 @@ def check_crop(crop: int | Sequence[int], size: tuple[int, ...]) -> tuple[int, .
     tile = _as_ints("crop", crop)
     if not isinstance(crop, Sequence):
         tile *= len(size)
-    if len(tile) != len(size) or any(length < 1 or n % length for length, n in zip(tile, size, strict=True)):
+    if len(tile) != len(size) or any(length < 1 or n % length for length, n in zip(tile, size, strict=False)):
         raise ValueError(f"crop has to divide the size, {size}, along every axis, but got {crop!r}")
     return tile
 

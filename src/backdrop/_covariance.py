@@ -34,7 +34,7 @@ class Kernel:
         low, high = 0, 1
         while self.covariance(high).item() >= tolerance:
             low, high = high, 8 * high
-        while high - low > 1:
+        while high - low > 1 + high // 2**40:  # what float64 can tell apart
             distances = torch.linspace(low, high, min(high - low + 1, 65), dtype=torch.float64).round()
             near = int((self.covariance(distances[1:-1]) >= tolerance).sum())
             low, high = int(distances[near]), int(distances[near + 1])

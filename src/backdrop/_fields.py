@@ -30,15 +30,12 @@ STRETCH = 1024  # numbers that are summed by one thread; few enough sums of them
 
 def fast_length(n: int) -> int:
     """The smallest even length >= n with no prime factor above 7, which FFTs like."""
-    length = n + n % 2
-    while True:
-        rest = length
-        for prime in (2, 3, 5, 7):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1:
-            return length
-        length += 2
+    best = 1 << max(1, (n - 1).bit_length())
+    odds = [1]
+    for prime in (3, 5, 7):
+        powers = [prime**k for k in range(best.bit_length())]
+        odds = [odd * power for odd in odds for power in powers if odd * power < best]
+    return min(odd << max(1, (-(-n // odd) - 1).bit_length()) for odd in odds)
 
 
 def eigenvalues(lengths: Tensor, frequency: Tensor) -> Tensor:

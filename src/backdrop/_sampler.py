@@ -121,7 +121,8 @@ def _check_memory(
         through = "" if torus is None or torus == size else f", through a torus of {' x '.join(map(str, torus))},"
         raise ValueError(
             f"{count} sample{'s' * (count != 1)} of {shape} pixels{through} need {needed / 1e9:.1f} GB, "
-            f"but {device} has {free / 1e9:.1f} GB free; draw fewer at a time (first=...), smaller ones or shorter lengths"
+            f"but {device} has {free / 1e9:.1f} GB free; draw fewer at a time (first=...), smaller ones, "
+            "or with shorter lengths"
         )
 
 
