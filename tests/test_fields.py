@@ -81,7 +81,7 @@ def check_covariance(field, expected, monkeypatch, tolerance=1e-12):
 
 def mixture_on(torus, lags):
     """Two Gaussians, one long and one white, and their covariance wrapped around the torus."""
-    lengths, weights = torch.tensor([[1.7, 0.1], [0.8, 0.2]], dtype=torch.float64)
+    lengths, weights = torch.tensor([[0.1, 1.7], [0.2, 0.8]], dtype=torch.float64)
     long, white = SquaredExponential(1.7), SquaredExponential(0.1)
     return lengths, weights, 0.8 * wrapped(long, lags, torus) + 0.2 * wrapped(white, lags, torus)
 
@@ -95,7 +95,7 @@ def mixture_on(torus, lags):
 )
 def test_the_covariance_on_a_torus_is_exact(torus, slab, device, monkeypatch):
     monkeypatch.setitem(_fields.SLAB, device.type, slab)
-    monkeypatch.setattr(_fields, "BLOCK", slab)
+    monkeypatch.setitem(_fields.BLOCK, device.type, slab)
     lengths, weights, expected = mixture_on(torus, differences(torus))
     check_covariance(Field(lengths, weights, torus, torus, device, torch.float64), expected, monkeypatch)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 NOTHING = 2.0**-60
 SLAB = {"cpu": 2**17, "cuda": 2**20}  # complex numbers in work at a time
-BLOCK = 2**21  # real numbers in work at a time, along the last axis
+BLOCK = {"cpu": 2**19, "cuda": 2**21}  # real numbers in work at a time, along the last axis
 STRETCH = 1024  # numbers that are summed by one thread; few enough sums of them are summed by one too
 
 
@@ -39,37 +39,39 @@ def fast_length(n: int) -> int:
 
 
 def eigenvalues(lengths: Tensor, frequency: Tensor) -> Tensor:
-    """Of exp(-r^2 / (2 l^2)) over the integers, for each length l: (lengths, frequencies), those in cycles per pixel.
+    """Of exp(-r^2 / (2 l^2)) over the integers, for each length l: (lengths, frequencies).
 
-    At multiples of 1/T they are the eigenvalues of the covariance wrapped around a circle of T pixels. The sum over all
-    lags and the sum over all aliases of the transformed Gaussian are equal (Poisson), and each converges at once where
-    the other does not.
+    Lengths are in pixels and sorted, frequencies in cycles per pixel. At multiples of 1/T the result is that of the
+    covariance wrapped around a circle of T pixels. The sum over all lags and the sum over all aliases of the
+    transformed Gaussian are equal (Poisson), and each converges at once where the other does not.
     """
     frequency = frequency - frequency.round()
-    values = torch.empty(len(lengths), len(frequency), dtype=torch.float64)
-    short = lengths <= 1.5
-    if short.any():
-        length, lag = lengths[short, None], torch.arange(1, 15, dtype=torch.float64)
+    split = int((lengths <= 1.5).sum())
+    short, long = lengths[:split, None], lengths[split:, None]
+    values = []
+    if len(short):
+        lag = torch.arange(1, 15, dtype=torch.float64)
         with one_thread():
             waves = torch.cos(2 * math.pi * lag[:, None] * frequency)
-            values[short] = 1 + 2 * torch.exp(-0.5 * (lag / length) ** 2) @ waves
-    if not short.all():
-        length = lengths[~short, None]
-        aliases = (torch.exp(-2 * (math.pi * length * (frequency - k)) ** 2) for k in (-1, 0, 1))
-        values[~short] = math.sqrt(2 * math.pi) * length * sum(aliases)
-    return values
+            values.append(1 + 2 * torch.exp(-0.5 * (lag / short) ** 2) @ waves)
+    if len(long):
+        near = (0,) if long[0] > 3 else (0, -1, 1)  # others have less than NOTHING
+        aliases = sum(torch.exp(-2 * (math.pi * long * (frequency - k)) ** 2) for k in near)
+        values.append(math.sqrt(2 * math.pi) * long * aliases)
+    return torch.cat(values)
 
 
 class Field:
     """Draws fields of this size, each the corner of a torus, with a mixture of Gaussians as covariance.
 
     Args:
-        lengths: of the Gaussians exp(-r^2 / (2 length^2)), float64.
+        lengths: of the Gaussians exp(-r^2 / (2 length^2)), float64, sorted.
         weights: of the Gaussians, float64, none negative.
         torus: points per axis.
         size: points per axis to keep.
         device: the CPU or a CUDA device.
         dtype: float32 or float64.
+        reused: whether more than one field will be drawn.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class Field:
         size: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
+        reused: bool = True,
     ) -> None:
-        self.lengths, self.weights = lengths, weights
+        self.lengths, self.weights, self.reused = lengths, weights, reused
         self.torus, self.size, self.device, self.dtype = tuple(torus), tuple(size), device, dtype
         # To scale in the transform is one more kernel on a GPU. On a CPU it is free, and without it MKL's transforms
         # depend on the number of threads.
@@ -102,7 +105,7 @@ class Field:
         real = self.dtype.itemsize
         columns = math.prod(map(len, self.others))
         spectrum = 2 * math.prod(self.size[:-1]) * self.half
-        block = 2 * min(BLOCK + self.torus[-1], math.prod(self.size[:-1]) * self.torus[-1])
+        block = 2 * min(BLOCK[self.device.type] + self.torus[-1], math.prod(self.size[:-1]) * self.torus[-1])
         slab = 6 * self.step * self.widest
         amplitudes = self.half * columns if self._caches else 0
         return real * (spectrum + block + slab + amplitudes) + 16 * len(self.lengths) * columns
@@ -128,7 +131,7 @@ class Field:
                 spectrum[..., int(end)].imag.zero_()
         field = torch.empty(self.size, dtype=self.dtype, device=self.device) if out is None else out
         rows, spectra = field.view(-1, self.size[-1]), spectrum.view(-1, self.half)
-        step = max(1, BLOCK // last)
+        step = max(1, BLOCK[self.device.type] // last)
         for first in range(0, len(rows), step):
             block = spectra[first : first + step]
             with one_thread(len(block) == 1):
@@ -144,10 +147,11 @@ class Field:
         """
         if first in self._cache:
             return self._cache[first]
+        counts = [int(j.max()) + 1 for j in self.others]
         if self._rows is None:
             rows = self.weights[:, None]
-            for axis, j in enumerate(self.others):
-                rows = (rows[:, :, None] * self._factors(axis, j)[:, None, :]).flatten(1)
+            for axis, count in enumerate(counts):
+                rows = (rows[:, :, None] * self._factors(axis, torch.arange(count))[:, None, :]).flatten(1)
             self._rows = rows.to(self.device, self.dtype)
         j = torch.arange(first, min(first + self.step, self.half))
         columns = self._factors(-1, j)
@@ -156,26 +160,28 @@ class Field:
             columns /= math.prod(self.torus)
         with one_thread():
             amplitude = (columns.to(self.device, self.dtype).T @ self._rows).sqrt_()
-        amplitude = amplitude.view(-1, *map(len, self.others))
+        amplitude = amplitude.view(-1, *counts)
+        for axis, j in enumerate(self.others, start=1):
+            amplitude = amplitude.index_select(axis, j.to(self.device))
         if self._caches:
             self._cache[first] = amplitude
         return amplitude
 
     @property
     def _caches(self) -> bool:
-        return self.half * math.prod(map(len, self.others)) <= math.prod(self.size)
+        return self.reused and self.half * math.prod(map(len, self.others)) <= math.prod(self.size)
 
     def _factors(self, axis: int, j: Tensor) -> Tensor:
         return eigenvalues(self.lengths, j.double() / self.torus[axis]).clamp_(min=0)
 
     def _both(self, axis: int) -> Tensor:
-        """The frequencies that are drawn, first 0, 1, ..., then those that are negative, as T - 1 for -1.
+        """The frequencies that are drawn, without their sign: 0, 1, ..., then ..., 2, 1 for those that are negative.
 
         On a GPU all of them: noise costs less there than to put it in its place.
         """
         points = self.torus[axis]
         count = self._count(axis) if self.device.type == "cpu" else points // 2 + 1
-        return torch.cat([torch.arange(count), torch.arange(max(count, points - count + 1), points)])
+        return torch.cat([torch.arange(count), torch.arange(min(count - 1, points - count), 0, -1)])
 
     def _count(self, axis: int) -> int:
         """How many of the frequencies 0, 1, ..., T // 2 carry something: the eigenvalues fall along every axis."""

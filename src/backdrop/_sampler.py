@@ -26,7 +26,8 @@ class Sampler:
     Args:
         texture: what to draw.
         size: pixels per axis, or of a square.
-        count: how many samples will be kept at a time; an error is raised where they cannot fit in memory.
+        count: how many samples are to be drawn.
+        kept: how many of them are kept at a time, all by default; it is an error if they do not fit in memory.
         device, periodic, dtype: as for `Texture.sample`.
     """
 
@@ -36,6 +37,7 @@ class Sampler:
         size: int | Sequence[int],
         count: int = 1,
         *,
+        kept: int | None = None,
         device: torch.device | str = "cpu",
         periodic: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -55,17 +57,20 @@ class Sampler:
                 "a field that hardly changes within the image cannot be normalised"
             )
         pixels = math.prod(self.size)
-        needed = count * pixels * dtype.itemsize
-        _check_memory(needed, count, self.size, self.device)
+        kept = count if kept is None else kept
+        needed = kept * pixels * dtype.itemsize
+        _check_memory(needed, kept, self.size, self.device)
         self.convolves = texture.combine == "convolve" and len(texture.kernels) > 1
         margins = [0 if periodic else kernel.reach(torch.finfo(dtype).eps) for kernel in texture.kernels]
         if self.convolves:
             margins = [sum(margins)] * len(margins)
         toruses = [self.size if periodic else tuple(fast_length(n - 1 + m) for n in self.size) for m in margins]
         largest = max(toruses)
-        _check_memory(needed + 16 * max(largest), count, self.size, self.device, largest)
+        _check_memory(needed + 16 * max(largest), kept, self.size, self.device, largest)
         self.fields = [
-            Field(*kernel.mixture(SHORTEST), torus, torus if self.convolves else self.size, self.device, dtype)
+            Field(
+                *kernel.mixture(SHORTEST), torus, torus if self.convolves else self.size, self.device, dtype, count > 1
+            )
             for kernel, torus in zip(texture.kernels, toruses, strict=True)
         ]
         work = max(field.bytes for field in self.fields)
@@ -73,7 +78,7 @@ class Sampler:
             work += 6 * math.prod(largest) * dtype.itemsize
         elif len(self.fields) > 1:
             work += pixels * dtype.itemsize
-        _check_memory(needed + work, count, self.size, self.device, largest)
+        _check_memory(needed + work, kept, self.size, self.device, largest)
 
     def draw(self, seed: int, index: int, out: Tensor) -> None:
         """Sample `index` of the seed, written into `out`."""

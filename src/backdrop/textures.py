@@ -140,7 +140,7 @@ class Texture:
     def scales(self, size: int | Sequence[int], *, seed: int, index: int = 0, periodic: bool = False) -> Tensor:
         """The scales of one sample before weights, (kernels, *size): what `sample` puts together, on the CPU."""
         seed, index = check_int("seed", seed), check_int("index", index, 0)
-        sampler = Sampler(self, size, 2 * len(self.kernels), periodic=periodic)
+        sampler = Sampler(self, size, kept=2 * len(self.kernels), periodic=periodic)
         return torch.stack([sampler.scale(i, seed, index) for i in range(len(self.kernels))])
 
     def __repr__(self) -> str:
@@ -189,9 +189,9 @@ class TextureDataset(Dataset[tuple[Tensor, int]]):
         per_class = check_int("per_class", per_class, 1)
         self.size = check_size(size)
         tile = self.size if crop is None else check_crop(crop, self.size)
-        count = per_class * len(self.classes)
+        count, copies = per_class * len(self.classes), 1 if crop is None else 2
         samplers = [
-            Sampler(texture, size, count * (1 if crop is None else 2), device=device, periodic=periodic, dtype=dtype)
+            Sampler(texture, size, count, kept=copies * count, device=device, periodic=periodic, dtype=dtype)
             for texture in self.classes
         ]
         seed = split_seed(seed, split)

@@ -63,7 +63,7 @@ def generate(
         weights = PAPER_WEIGHTS
     classes = Texture.grid(groups, weights, combine, patchwork=patchwork)
     count = len(classes) * check_int("per_class", per_class, 1)
-    samplers = [Sampler(texture, size, device=device, periodic=periodic) for texture in classes]
+    samplers = [Sampler(texture, size, count, kept=1, device=device, periodic=periodic) for texture in classes]
     settings: dict[str, Any] = {
         "groups": [list(map(float, group)) for group in groups],
         "weights": list(classes[0].weights),
