@@ -25,6 +25,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_layer.py
 	$(BIN)/python benchmarks/bench_skip.py
 	$(BIN)/python benchmarks/bench_losses.py
+	$(BIN)/python benchmarks/bench_textures.py
 
 clean:
 	rm -rf $(VENV) site

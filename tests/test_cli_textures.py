@@ -56,7 +56,7 @@ def check(folder, data):
 def test_what_is_written_is_what_a_data_set_draws(tmp_path):
     result = small(tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert "12 images of 4 classes" in result.output
+    assert "images: 12, classes: 4" in result.output
     manifest = check(tmp_path / "out", expected())
     assert manifest["settings"] == {
         "groups": [[2, 3], [8, 12]],

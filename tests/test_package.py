@@ -102,6 +102,23 @@ def test_the_page_on_losses_shows_the_measured_figures():
             assert device == "h200" or row["positives"] == 1 or f"| {' | '.join(cells)} |" in readme
 
 
+def test_the_page_on_textures_shows_the_measured_figures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench = runpy.run_path(str(ROOT / "benchmarks" / "bench_textures.py"))
+    page, readme = ((ROOT / name).read_text() for name in ("docs/textures.md", "README.md"))
+    for device in ("cpu", "h200"):
+        figures = json.loads((ROOT / "benchmarks" / "results" / f"textures-{device}.json").read_text())
+        for kind in bench["HEADINGS"]:
+            for row in figures[kind]:
+                cells = bench["cells"](kind, row)
+                assert f"| {' | '.join(cells)} |" in page
+                gauss = row.get("texture") == "SquaredExponential 10"
+                alone = gauss and row.get("size") == [1024, 1024] and row.get("fields") == 1
+                memory, rate = gauss and kind == "memory", gauss and kind == "rates"
+                if row.get("library") == "GSTools" or (device == "cpu" and (alone or memory)) or rate:
+                    assert f"| {cells[-1]} |" in readme
+
+
 def test_the_example_over_many_processes_runs():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     example = [str(ROOT / "examples" / "02_auc_ddp.py"), "--steps=5"]

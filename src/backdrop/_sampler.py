@@ -28,7 +28,9 @@ class Sampler:
         size: pixels per axis, or of a square.
         count: how many samples are to be drawn.
         kept: how many of them are kept at a time, all by default; it is an error if they do not fit in memory.
-        device, periodic, dtype: as for `Texture.sample`.
+        device: as for `Texture.sample`, like the rest.
+        periodic: whether opposite borders fit together.
+        dtype: float32 or float64.
     """
 
     def __init__(

@@ -162,10 +162,14 @@ class TextureDataset(Dataset[tuple[Tensor, int]]):
         split: images of one split are independent of those of another: `"train"` and `"test"`, or any name.
         crop: cut every image into tiles of this size, at fixed positions and without overlap, as in the paper's
             comparison with 512 and 256 pixel crops. Tiles of an image follow one another; they keep its label.
-        device, periodic, dtype, progress: as for `Texture.sample`.
+        device: the CPU or a CUDA device, where the data set stays.
+        periodic: whether opposite borders fit together.
+        dtype: float32 or float64.
+        progress: what to wrap the loop over images in.
 
     >>> data = TextureDataset.paper(per_class=2, size=64, split="test", crop=32)
-    >>> len(data), data[0][0].shape, data.labels[:8].tolist()
+    >>> image, label = data[0]
+    >>> len(data), image.shape, data.labels[:8].tolist()
     (32, torch.Size([1, 32, 32]), [0, 0, 0, 0, 1, 1, 1, 1])
     """
 

@@ -52,9 +52,14 @@ def generate(
         folder: where to.
         groups: the lengths of each scale; a class is one choice from every group, the first running fastest.
         per_class: images per class.
-        size, seed, split, periodic, device: as for `TextureDataset`.
+        size: pixels per axis, or of a square.
+        seed: of all images.
+        split: images of one split are independent of those of another.
         weights: one per group; those of the paper for two groups by default, else 1.
-        combine, patchwork: as for `Texture.grid`.
+        combine: as for `Texture`.
+        patchwork: take the lengths for those of the authors' program.
+        periodic: whether opposite borders fit together.
+        device: where to draw; a GPU has other numbers than a CPU.
         force: replace a data set that is there, or one that was begun with other settings.
         progress: what to wrap the loop over images in.
         say: is told what is going on.
@@ -118,7 +123,7 @@ def generate(
             target.rename(old)
         partial.rename(target)
         shutil.rmtree(old, ignore_errors=True)
-    say(f"{count} images of {len(classes)} classes, now in {target}")
+    say(f"images: {count}, classes: {len(classes)}, now in {target}")
     return classes
 
 
