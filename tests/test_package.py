@@ -20,9 +20,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_importing_the_core_imports_torch_and_nothing_else():
     code = """
-import sys, torch, torch.utils.checkpoint
+import sys, torch, torch.utils.checkpoint, torch.utils.data
 before = set(sys.modules)
-import backdrop
+import backdrop, backdrop.distributed, backdrop.losses, backdrop.textures
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - sys.stdlib_module_names - {"backdrop", "torch"}))
 """
