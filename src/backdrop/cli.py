@@ -141,13 +141,14 @@ def info(root: Root = None) -> None:
         from backdrop.experiments import data as data_sets
 
         found = data_sets.info(root)
-    table = Table("name", "images", "size on disk", "source", "verified", "path")
+    table = Table()
+    for heading in ("name", "images", "size on disk", "source", "verified", "path"):
+        table.add_column(heading, overflow="fold")
     for row in found:
         if row.present:
             verified = Text("yes", "green") if row.verified else Text("NO", "bold red")
-            images = f"{row.images:,}" if row.verified else "?"
-            cells = (row.name, images, f"{row.bytes / 1e6:.1f} MB", row.source or "")
-            table.add_row(*map(Text, cells), verified, Text(str(row.path), overflow="fold"))
+            cells = (row.name, f"{row.images:,}", f"{row.bytes / 1e6:.1f} MB", row.source or "")
+            table.add_row(*map(Text, cells), verified, Text(str(row.path)))
     console = Console()
     if table.row_count:
         console.print(table)

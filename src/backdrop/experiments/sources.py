@@ -76,7 +76,7 @@ def fetch_from_net(name: str, folder: Path, progress: bool, say: Callable[[str],
             paths = [download(archive, folder, progress=progress) for archive in source.archives]
         except DownloadError as error:
             reasons.append(f"\n- {source.title}: {error}")
-            say(f"{source.title} is not to be had: {error}")
+            say(f"{source.title}: not to be had: {error}")
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if nothing came
             continue
