@@ -26,6 +26,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_skip.py
 	$(BIN)/python benchmarks/bench_losses.py
 	$(BIN)/python benchmarks/bench_textures.py
+	$(BIN)/python benchmarks/bench_data.py
 
 clean:
 	rm -rf $(VENV) site

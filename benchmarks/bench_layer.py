@@ -151,7 +151,7 @@ def measure(shape, device, dtype, rounds, steps):
     mask = x[:, :1].numel() * 4
     return [
         {
-            "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+            "device": machine(device),
             "shape": shape,
             "dtype": str(dtype).removeprefix("torch."),
             "megabytes": size / 1e6,
@@ -218,12 +218,22 @@ def show(title, columns, rows, section):
     Console(width=130).print(table)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description):
+    """What the benchmarks can be told on the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
+    return parser
+
+
+def machine(device):
+    """What is measured, in words."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def main():
+    arguments = options(__doc__).parse_args()
     steps = 20 if arguments.device == "cuda" else 1
     rows = [
         row

@@ -9,12 +9,10 @@ lay there before. Goals: the rank statistic no slower than LibAUC at 5,000 x 5,0
 the squared hinge of a million scores below 2 s on two cores, and both equal to the matrix to 1e-6.
 """
 
-import argparse
 import json
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -22,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from backdrop.losses import rank_statistic_loss, squared_hinge_auc_loss
-from bench_layer import peak_bytes
+from bench_layer import machine, options, peak_bytes
 
 
 def matrix(function):
@@ -125,14 +123,9 @@ def cells(row):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
-    cuda = arguments.device == "cuda"
+    arguments = options(__doc__).parse_args()
     figures = {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "device": machine(arguments.device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rows": [],

@@ -12,7 +12,6 @@ all variants share. To split seeds over processes: --only accuracy --seeds 3 --s
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import time
@@ -26,15 +25,14 @@ from torch import nn
 
 from backdrop import Backdrop2d, skip_blocked
 from backdrop.skip import cost
+from backdrop.textures import PAPER_WEIGHTS, Texture, TextureDataset
+from bench_layer import machine
 from bench_skip import gp_network
 
 cost.pays = lambda spent, saved: spent < 4 * saved  # windows in the fine stage, whether or not they save time here
 
 SMALL, LARGE = (4.0, 5.0), (20.0, 35.0)  # lengths in pixels
-CLASSES = [(small, large) for large in LARGE for small in SMALL]
-WEIGHTS = (0.75, 1.25)  # of the small and the large scale
 TRAIN, TEST = 10, 100  # images per class
-TEST_SEED = 1_000_000
 RATE = 1e-3
 COARSE_P = 0.75
 POLICIES = ("sampled", "frozen")
@@ -42,26 +40,12 @@ VARIANTS = ("no mask", "exact", *POLICIES)
 NEGLIGIBLE = 1e-5  # of the whole gradient's norm: smaller tensors are left out, as "zero"
 
 
-def field(length, n, size, generator):
-    """Gaussian random fields with covariance exp(-r^2 / (2 length^2)), (n, size, size), mean 0 and std 1 per image."""
-    torus = size + 8 * math.ceil(max(LARGE))  # opposite edges of what is cut out do not see each other
-    device = generator.device
-    fy, fx = torch.fft.fftfreq(torus, device=device), torch.fft.rfftfreq(torus, device=device)
-    amplitude = torch.exp(-((math.pi * length) ** 2) * (fy[:, None].square() + fx.square()))
-    noise = torch.randn(n, torus, torus, generator=generator, device=device)
-    cut = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(torus, torus))[:, :size, :size]
-    std, mean = torch.std_mean(cut, (1, 2), keepdim=True)
-    return (cut - mean) / std
-
-
-def textures(per_class, size, seed, device):
+def textures(per_class, size, seed, split, device):
     """Images (n, 1, size, size) and labels (n,), whose lowest bit is the small scale and the next the large one."""
-    generator = torch.Generator(device).manual_seed(seed)
-    images = []
-    for lengths in CLASSES:
-        scales = zip(WEIGHTS, lengths, strict=True)
-        images.append(sum(weight * field(length, per_class, size, generator) for weight, length in scales))
-    return torch.cat(images)[:, None], torch.arange(len(CLASSES), device=device).repeat_interleave(per_class)
+    data = TextureDataset(
+        Texture.grid((SMALL, LARGE), PAPER_WEIGHTS), per_class, size, seed, split=split, device=device
+    )
+    return data.images, data.labels
 
 
 def network(seed, p, device):
@@ -115,11 +99,11 @@ def test(model, images, labels):
 
 
 def accuracy(settings, save):
-    images, labels = textures(TEST, settings.size, TEST_SEED, settings.device)
+    images, labels = textures(TEST, settings.size, 0, "test", settings.device)
     seeds = range(settings.seed_from, settings.seed_from + settings.seeds)
     rows = []
     for seed, variant in track([(s, v) for s in seeds for v in VARIANTS], "training", transient=True):
-        data = textures(TRAIN, settings.size, seed, settings.device)
+        data = textures(TRAIN, settings.size, seed, "train", settings.device)
         begin = time.perf_counter()
         model = train(variant, seed, *data, settings, settings.epochs)
         row = {"variant": variant, "seed": seed, **test(model, images, labels)}
@@ -173,7 +157,7 @@ def agreement_of(model, when, images, labels, masks):
 
 def agreement(settings, save):
     seed = settings.seed_from
-    images, labels = textures(TRAIN, settings.size, seed, settings.device)
+    images, labels = textures(TRAIN, settings.size, seed, "train", settings.device)
     order = next(epoch_orders(len(images), seed, settings.device))
     rows = []
     for when, epochs in (("at initialisation", 0), ("after training", settings.epochs)):
@@ -247,12 +231,13 @@ def main():
     parser.add_argument("--masks", type=int, default=8, help="over which agreement is averaged")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     settings = parser.parse_args()
-    cuda = settings.device == "cuda"
     results = {
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        "device": machine(settings.device),
         "settings": {key: value for key, value in vars(settings).items() if key != "json"},
-        "constants": {name: globals()[name] for name in ("CLASSES", "WEIGHTS", "TRAIN", "TEST", "RATE", "COARSE_P")},
+        "constants": {
+            name: globals()[name] for name in ("SMALL", "LARGE", "PAPER_WEIGHTS", "TRAIN", "TEST", "RATE", "COARSE_P")
+        },
     }
 
     def save(**rows):

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from backdrop import Backdrop, Backdrop2d, skip_blocked
-from bench_layer import peak_bytes
+from bench_layer import machine, peak_bytes
 
 GOALS = {  # case: (times faster than plain, memory over plain's, memory over that of the forward pass)
     "All-CNN, GroupNorm, 256 images, p=0.94, cpu": (2.5, None, None),
@@ -190,8 +190,7 @@ def measure(case, model, x, policy, device, rounds):
             times[key].append(seconds(run, cuda))
     medians = {key: statistics.median(values) for key, values in times.items()}
     memory = {key: peak_bytes(run, x) for key, run in runs.items()}
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    row = {**case, "device": device}
+    row = {**case, "device": machine(device)}
     for key in runs:
         row[f"{key}_ms"] = medians[key] * 1e3
         row[f"{key}_mb"] = None if memory[key] is None else memory[key] / 1e6

@@ -10,13 +10,11 @@ memory is the peak above what lay there before. Goals: 500 times faster than GST
 cost; memory 5 times the result at 4096 x 4096 and 256^3; 1,000 fields of 1024 x 1024 per second on an H200.
 """
 
-import argparse
 import json
 import math
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -25,7 +23,7 @@ from rich.table import Table
 
 from backdrop._sampler import Sampler
 from backdrop.textures import Matern, SquaredExponential, Texture
-from bench_layer import peak_bytes
+from bench_layer import machine, options, peak_bytes
 
 GAUSS, MATERN = Texture(SquaredExponential(10)), Texture(Matern(10, 1.5))
 TIMES = [  # texture, size, fields per call
@@ -168,14 +166,10 @@ def show(figures):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    arguments = parser.parse_args()
+    arguments = options(__doc__).parse_args()
     device, rounds = arguments.device, arguments.rounds
     figures = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": machine(device),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "times": [times(*case, device, rounds) for case in TIMES],

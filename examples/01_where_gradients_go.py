@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop2d
+from backdrop.textures import Texture
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -46,13 +47,6 @@ def network(p_fine: float, p_coarse: float) -> nn.Sequential:
     )
 
 
-def blobs(noise: torch.Tensor, size: int) -> torch.Tensor:
-    """Noise blurred over about `size` pixels, with standard deviation 1."""
-    for _ in range(3):
-        noise = nn.functional.avg_pool2d(noise, size, stride=1, padding=size // 2, count_include_pad=False)
-    return noise / noise.std()
-
-
 def input_gradient(image: torch.Tensor, p_fine: float, p_coarse: float) -> tuple[torch.Tensor, torch.Tensor]:
     image = image.clone().requires_grad_()
     scores = network(p_fine, p_coarse)(image)
@@ -81,9 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("where_gradients_go.png"))
     output = parser.parse_args().output
-    torch.manual_seed(0)
-    noise = torch.randn(1, 1, 1024, 1024)
-    image = blobs(noise, 9) + blobs(noise.flip(2), 81)
+    image = Texture.paper()[0].sample(1, 1024, seed=0)[None]
     scores, gradients = {}, {}
     for title, p_fine, p_coarse in CASES:
         scores[title], gradients[title] = input_gradient(image, p_fine, p_coarse)

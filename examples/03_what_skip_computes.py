@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop2d, skip_blocked
+from backdrop.textures import PAPER_WEIGHTS, SquaredExponential, Texture
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -38,15 +39,8 @@ def network() -> nn.Sequential:
 
 
 def texture() -> torch.Tensor:
-    """Noise blurred over two scales."""
-    torch.manual_seed(3)
-    fields = []
-    for size, weight in ((5, 0.75), (41, 1.25)):
-        field = torch.randn(1, 1, SIZE, SIZE)
-        for _ in range(3):
-            field = nn.functional.avg_pool2d(field, size, 1, size // 2, count_include_pad=False)
-        fields.append(weight * field / field.std())
-    return sum(fields)
+    """An image with structure at two scales: (1, 1, SIZE, SIZE)."""
+    return Texture([SquaredExponential(5), SquaredExponential(40)], PAPER_WEIGHTS).sample(1, SIZE, seed=3)[None]
 
 
 def gradients(model: nn.Sequential, image: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

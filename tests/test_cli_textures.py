@@ -93,6 +93,7 @@ def test_nothing_is_overwritten_unless_forced(tmp_path):
     assert again.exit_code == 1
     assert "--force" in again.output
     assert (out / "images.npy").read_bytes() == before
+    shutil.copytree(out, tmp_path / ".out.old")  # as a run leaves it that is killed while it removes what it replaced
     other = run("--small", 5, "--size", 8, "--out", out, "--force")
     assert other.exit_code == 0, other.output
     check(out, TextureDataset(Texture.grid([(5,)]), 1, 8, 0))
@@ -208,6 +209,7 @@ def test_the_preview_shows_every_class(tmp_path):
         (["--small", 3, "--size", 8, "--combine", "mix"], "'mix'"),
         (["--small", 3, "--size", 8, "--device", "meta"], "CUDA device"),
         (["--small", 3, "--size", 8, "--preview", "/not/there/x.png"], "--preview"),
+        (["--small", 3, "--size", 8, "--preview", "picture.xyz"], "--preview has to name a picture"),
     ],
     ids=str,
 )

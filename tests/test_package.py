@@ -102,6 +102,14 @@ def test_the_page_on_losses_shows_the_measured_figures():
             assert device == "h200" or row["positives"] == 1 or f"| {' | '.join(cells)} |" in readme
 
 
+def test_the_page_on_data_sets_shows_the_measured_figures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    cells = runpy.run_path(str(ROOT / "benchmarks" / "bench_data.py"))["cells"]
+    page = (ROOT / "docs" / "data.md").read_text()
+    for row in json.loads((ROOT / "benchmarks" / "results" / "data-cpu.json").read_text())["rows"]:
+        assert f"| {' | '.join(cells(row))} |" in page
+
+
 def test_the_page_on_textures_shows_the_measured_figures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     bench = runpy.run_path(str(ROOT / "benchmarks" / "bench_textures.py"))

@@ -6,6 +6,7 @@ The length of a kernel is in pixels and is the l of exp(-r^2 / (2 l^2)), everywh
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,14 @@ from torch import Tensor
 from backdrop._checks import check_positive
 
 
-class Kernel:
+class Kernel(ABC):
     """A covariance that is a mixture of Gaussians: what the kernels below have in common."""
 
     length: float
 
+    @abstractmethod
     def mixture(self, shortest: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Lengths and weights of the Gaussians; those below `shortest` are lumped into one of that length."""
-        raise NotImplementedError
+        """Lengths (sorted) and weights of the Gaussians; those below `shortest` are lumped into one of that length."""
 
     def covariance(self, distance: Tensor | float) -> Tensor:
         """At this distance in pixels, float64; 1 at distance 0."""

@@ -89,8 +89,8 @@ def textures(
             raise ValueError("at least one scale is needed: --small, --scale or --large, with one or more lengths")
         pixels = [int(number) if number.is_integer() else number for number in _numbers(size)]
         shape = check_size(pixels * 2 if len(pixels) == 1 else pixels)  # type: ignore[arg-type]
-        if preview is not None and not preview.expanduser().parent.is_dir():
-            raise ValueError(f"--preview has to name a file in a folder that is there, but got {preview}")
+        if preview is not None:
+            _check_preview(preview.expanduser())
         classes = generate(
             out,
             groups,
@@ -109,6 +109,16 @@ def textures(
         )
         if preview is not None:
             plot(classes, shape, seed=split_seed(seed, split), periodic=periodic, path=preview.expanduser())
+
+
+def _check_preview(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if not path.parent.is_dir() or path.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(
+            f"--preview has to name a picture ({', '.join(sorted(kinds))}) in a folder that is there, but got {path}"
+        )
 
 
 def _numbers(text: str) -> list[float]:

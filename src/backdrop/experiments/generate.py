@@ -120,6 +120,7 @@ def generate(
         _write_json(partial / "manifest.json", manifest)
         old = target.with_name(f".{target.name}.old")
         if target.exists():
+            shutil.rmtree(old, ignore_errors=True)  # of a run that was killed while it removed it
             target.rename(old)
         partial.rename(target)
         shutil.rmtree(old, ignore_errors=True)
