@@ -11,7 +11,8 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/01_where_gradients_go.py
+	$(BIN)/backdrop run gp --preset quick
+	$(BIN)/backdrop report gp-quick
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -31,7 +32,8 @@ bench: $(VENV)/installed
 clean:
 	rm -rf $(VENV) site
 
-# timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part.
+# timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part. Both
+# lie aside, where only tests look: other libraries import torchvision wherever they see it.
 # Another version of torch or Python, beside the usual environment:
 #   make test TORCH=2.6.0 PYTHON=python3.10 VENV=.venv-oldest
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -39,5 +41,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev,docs,experiments]'
-	$(if $(filter $(PINNED),$(TORCH)),$(BIN)/python -m pip install --quiet --no-deps --constraint $(VENV)/constraints.txt timm torchvision)
+	$(if $(filter $(PINNED),$(TORCH)),$(BIN)/python -m pip install --quiet --no-deps --constraint $(VENV)/constraints.txt --target $(VENV)/foreign timm torchvision)
 	touch $@

@@ -183,4 +183,6 @@ def errors_in_red() -> Iterator[None]:
 
 
 def main() -> None:
+    import backdrop.experiments.commands  # noqa: F401  # adds the commands that run studies
+
     app()

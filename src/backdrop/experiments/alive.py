@@ -1,0 +1,100 @@
+"""Whether the worker of a trial is alive.
+
+On the same machine the process says it: its number and when it was started, since numbers are used again. Of other
+machines, and where processes cannot be looked up, only signs of life are seen: a worker that gives no new one for
+`GRACE` seconds, by the clock of whoever waits for it, is taken for dead. Clocks are never compared.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BEAT", "GRACE", "Watch", "identity", "is_dead"]
+
+BEAT = 5.0  # seconds between two signs of life
+GRACE = 60.0
+
+
+def identity() -> dict[str, Any]:
+    """This process, as others can look for it."""
+    pid = os.getpid()
+    return {
+        "host": platform.node(),
+        "machine": _machine(),
+        "pid": pid,
+        "started": _started(pid),
+        "id": uuid.uuid4().hex,
+    }
+
+
+def is_dead(worker: Mapping[str, Any]) -> bool | None:
+    """Whether this worker's process is gone; None if it cannot be seen from here."""
+    here = _machine()
+    if here is None or worker.get("machine") != here:
+        return None
+    started = _started(worker["pid"])
+    if started is None:
+        try:
+            os.kill(worker["pid"], 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # there, and hidden from us
+            return None
+    return started != worker.get("started")
+
+
+def _machine() -> str | None:
+    """Where numbers of processes mean the same: this system since it was booted, and this container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, if it is running: a zombie is not."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else rest[18]
+
+
+class Watch:
+    """Remembers since when signs of life are the same.
+
+    Args:
+        grace: seconds.
+        clock: in seconds, never set back.
+    """
+
+    def __init__(self, grace: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.grace = GRACE if grace is None else grace
+        self.clock = clock
+        self.seen: dict[int, tuple[Any, float]] = {}
+
+    def is_lost(self, trial: int, worker: Mapping[str, Any] | None, beat: Any, claims: Sequence[Any] = ()) -> bool:
+        """Whether a running trial has lost its worker, as far as can be known.
+
+        Args:
+            trial: its number.
+            worker: whose it is; None if that worker has not said so yet.
+            beat: its last sign of life.
+            claims: the workers that wanted it, of which one got it.
+        """
+        dead = is_dead(worker) if worker is not None else (bool(claims) and all(map(is_dead, claims))) or None
+        if dead is not None:
+            return dead
+        sign, now = (worker, beat), self.clock()
+        before, since = self.seen.setdefault(trial, (sign, now))
+        if before != sign:
+            self.seen[trial] = (sign, now)
+            return False
+        return now - since > self.grace

@@ -1,0 +1,232 @@
+"""The commands that run studies and look at them. What they do is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from backdrop.cli import app, errors_in_red
+
+if TYPE_CHECKING:
+    from backdrop.experiments.train import Options
+
+Task = Annotated[
+    str,
+    typer.Argument(help="gp, ponce, cifar10, auc, latent, or your own: FILE.py:CLASS or MODULE:CLASS."),
+]
+Preset = Annotated[str, typer.Option(help="quick (2 CPU cores, minutes) or paper (a GPU).")]
+Place = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL|PATH",
+        help="Where the study lives: postgresql://USER@HOST/DATABASE, or a journal file. Else in its folder.",
+        show_default=False,
+    ),
+]
+Folder = Annotated[Path, typer.Option(help="Where studies have their folders.")]
+Name = Annotated[str | None, typer.Option(help="Of the study. Else that of its task and preset.", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting; KEY=A,B for a grid. May come several times."),
+]
+Seeds = Annotated[
+    str | None, typer.Option(help="How many (5), or which (0,7,11). Else the preset's.", show_default=False)
+]
+Workers = Annotated[int, typer.Option(min=1, help="Processes that work at the same time.")]
+Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Devices = Annotated[int, typer.Option(min=1, help="Devices that share the batches of one trial.")]
+Strategy = Annotated[str, typer.Option(help="As Lightning Fabric names it, such as ddp.")]
+Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed, 16-mixed or 64-true.", show_default=False)]
+Skip = Annotated[
+    str | None,
+    typer.Option(
+        help="Do not compute what masks block: off, exact, sampled or frozen (what batch statistics do). "
+        "Else the preset's, and sampled for the paper's on a GPU.",
+        show_default=False,
+    ),
+]
+Log = Annotated[str, typer.Option(help="json, or tensorboard for TensorBoard files besides.")]
+KeepWeights = Annotated[bool, typer.Option("--keep-weights", help="Leave trained networks in the trials' folders.")]
+DataRoot = Annotated[
+    str | None,
+    typer.Option(help="Where data sets lie. Else $BACKDROP_DATA, else ~/.cache/backdrop.", show_default=False),
+]
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run failed trials once more.")]
+
+
+@app.command()
+def run(
+    task: Task,
+    preset: Preset = "quick",
+    set_: Set = None,
+    seeds: Seeds = None,
+    workers: Workers = 1,
+    name: Name = None,
+    folder: Folder = Path("runs"),
+    storage: Place = None,
+    accelerator: Accelerator = "auto",
+    devices: Devices = 1,
+    strategy: Strategy = "auto",
+    precision: Precision = None,
+    skip: Skip = None,
+    log: Log = "json",
+    keep_weights: KeepWeights = False,
+    retry_failed: RetryFailed = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
+    with _resumable(), errors_in_red():
+        from backdrop.experiments import runs
+
+        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        given = [*(set_ or []), *_named(precision=precision, skip=skip)]
+        place = runs.Place(folder.expanduser(), name, storage)
+        failed = runs.run(task, preset, given, seeds, place, options, workers=workers, retry=retry_failed)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def tune(
+    task: Task,
+    preset: Preset = "quick",
+    trials: Annotated[int, typer.Option(min=1, help="How many, in all.")] = 30,
+    set_: Set = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all trials, and of the search.")] = 0,
+    workers: Workers = 1,
+    name: Name = None,
+    folder: Folder = Path("runs"),
+    storage: Place = None,
+    accelerator: Accelerator = "auto",
+    devices: Devices = 1,
+    strategy: Strategy = "auto",
+    precision: Precision = None,
+    skip: Skip = None,
+    log: Log = "json",
+    keep_weights: KeepWeights = False,
+    retry_failed: RetryFailed = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Search for mask probabilities, learning rate and weight decay, judged on validation data."""
+    with _resumable(), errors_in_red():
+        from backdrop.experiments import runs
+
+        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        given = [*(set_ or []), *_named(precision=precision, skip=skip)]
+        place = runs.Place(folder.expanduser(), name, storage)
+        failed = runs.tune(task, preset, given, trials, seed, place, options, workers=workers, retry=retry_failed)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def worker(
+    study: Annotated[str, typer.Argument(help="The name of the study.", show_default=False)],
+    storage: Place = None,
+    folder: Folder = Path("runs"),
+    workers: Workers = 1,
+    wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
+    task: Annotated[
+        str | None, typer.Option(help="FILE.py:CLASS of your own task, if it lies elsewhere on this machine.")
+    ] = None,
+    accelerator: Accelerator = "auto",
+    devices: Devices = 1,
+    strategy: Strategy = "auto",
+    log: Log = "json",
+    keep_weights: KeepWeights = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Join a study, also from another machine, and work on it until nothing is left to do."""
+    with _resumable(), errors_in_red():
+        from backdrop.experiments import runs
+
+        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        place = runs.Place(folder.expanduser(), study, storage)
+        runs.join(place, options, workers=workers, task=task, wait=wait)
+
+
+@app.command()
+def status(
+    study: Annotated[str | None, typer.Argument(help="Its trials; else all studies.", show_default=False)] = None,
+    storage: Place = None,
+    folder: Folder = Path("runs"),
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show how far studies are."""
+    with errors_in_red(), contextlib.suppress(KeyboardInterrupt):
+        from backdrop.experiments import runs
+
+        while True:
+            runs.show(study, storage, folder.expanduser(), as_json=as_json, clear=watch)
+            if not watch:
+                return
+            time.sleep(2)
+
+
+@app.command()
+def report(
+    study: Annotated[str, typer.Argument(help="The name of the study, or its folder.", show_default=False)],
+    storage: Place = None,
+    folder: Folder = Path("runs"),
+    format_: Annotated[str, typer.Option("--format", help="html, md, csv or png.")] = "html",
+    out: Annotated[
+        Path | None, typer.Option(help="A file or a folder. Else the study's folder.", show_default=False)
+    ] = None,
+) -> None:
+    """Turn a study into a page, a text, tables or pictures."""
+    with errors_in_red():
+        from backdrop.experiments.lookup import open_study
+        from backdrop.experiments.plan import again
+        from backdrop.experiments.report import write_report
+
+        folder = folder.expanduser()
+        with open_study(study, storage, folder) as found:
+            home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
+            kind, records = found.spec.find_task(), found.records()
+            files = write_report(
+                kind,
+                found.name,
+                records,
+                out or home,
+                format=format_,  # type: ignore[arg-type]  # checked there
+                command=again(found.name, found.spec, records),
+            )
+        for path in files:
+            print(path)
+
+
+def _options(
+    accelerator: str, devices: int, strategy: str, log: str, keep_weights: bool, data_root: str | None
+) -> Options:
+    from backdrop.experiments.train import Options
+
+    if log not in ("json", "tensorboard"):
+        raise ValueError(f"log has to be json or tensorboard, but got {log!r}")
+    return Options(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        log=log,  # type: ignore[arg-type]  # checked above
+        keep_weights=keep_weights,
+        data_root=data_root,
+    )
+
+
+def _named(**values: str | None) -> list[str]:
+    """Settings that have an option of their own."""
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    """Ctrl-C is nothing unusual."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; the same command goes on from here", soft_wrap=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,67 @@
+"""The records of a study as CSV files, with all digits."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from backdrop.experiments import tables, wording
+from backdrop.experiments.statistics import Configuration, Estimate, Results
+
+__all__ = ["configurations", "trials"]
+
+
+def trials(results: Results) -> bytes:
+    """A row per trial."""
+    settings = list(dict.fromkeys(name for record in results.records for name in record.settings))
+    metrics = list(dict.fromkeys(name for record in results.records for name in record.metrics))
+    head = ["key", "state", *settings, *(f"metric {name}" for name in metrics), "seconds", "host", "device", "reason"]
+    rows = [
+        [
+            record.key,
+            record.state,
+            *(_raw(record.settings.get(name)) for name in settings),
+            *(_raw(record.metrics.get(name)) for name in metrics),
+            _raw(record.seconds),
+            record.machine.get("host", ""),
+            record.machine.get("device", ""),
+            record.reason or "",
+        ]
+        for record in results.records
+    ]
+    return _csv(head, rows)
+
+
+def configurations(results: Results) -> bytes:
+    """A row per configuration: its settings, and for every metric mean, standard deviation, interval and seeds."""
+    names, settings = tables.metrics(results), [*results.varied, *results.shared]
+    columns: list[tuple[str, Any]] = [(name, results.estimate) for name in names]
+    head = [
+        *settings,
+        *(f"{name} {part}" for name in [*names, "gain", "ratio"] for part in Estimate._fields),
+        "seconds",
+    ]
+
+    def row(c: Configuration) -> list[str]:
+        found = [measure(c, name) for name, measure in columns] + [results.gain(c), results.ratio(c)]
+        numbers = [_raw(part) for e in found for part in (e or [None] * len(Estimate._fields))]
+        seconds = math.fsum(record.seconds for record in c.complete)
+        return [*(_raw(c.settings.get(name)) for name in settings), *numbers, _raw(seconds)]
+
+    return _csv(head, [row(c) for c in results.configurations])
+
+
+def _raw(value: Any) -> str:
+    """With all digits."""
+    return "" if value is None else repr(float(value)) if isinstance(value, float) else wording.value(value)
+
+
+def _csv(head: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return file.getvalue().encode()

@@ -1,0 +1,278 @@
+"""The four tasks of the paper with photographs: CIFAR-10 three times, and the Ponce textures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backdrop.experiments import data, models
+from backdrop.experiments.models import Norm
+from backdrop.experiments.task import Classification, Examples, Preset, Settings, percent_right, product
+from backdrop.layers import Backdrop, Backdrop2d
+from backdrop.losses import class_distance_loss, rank_statistic_loss
+
+__all__ = ["AUC", "CIFAR10", "Latent", "Ponce"]
+
+
+def hold_out(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
+    """Training data without, and with nothing but, this share of every class."""
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.zeros(len(train.labels), dtype=torch.bool)
+    labels = train.labels.cpu()
+    for label in range(int(labels.max()) + 1):
+        places = (labels == label).nonzero().flatten()
+        count = max(1, round(share * len(places)))
+        held[places[torch.randperm(len(places), generator=generator)[:count]]] = True
+    held = held.to(train.labels.device)
+    return Examples(*(x[~held] for x in train)), Examples(*(x[held] for x in train))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(Settings):
+    """Of tasks with photographs.
+
+    Args:
+        width: channels of the network's first layers.
+        norm: of the network.
+        shrink: how many times smaller images are made on each side.
+        samples: how many training images to take; none for all.
+        test_samples: how many images to evaluate on; none for all.
+        eval_batch: images in one step of an evaluation.
+    """
+
+    width: int = 96
+    norm: Norm = "batch"
+    shrink: int = 1
+    samples: int | None = None
+    test_samples: int | None = None
+    eval_batch: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedImageSettings(ImageSettings):
+    """Of tasks with photographs and one mask.
+
+    Args:
+        p: of the mask.
+    """
+
+    p: float = 0.0
+
+
+class Images(Classification):
+    """A data set of images, of which a validation part can be held out."""
+
+    Settings: ClassVar[type[Settings]] = MaskedImageSettings
+
+    def sets(self, device: torch.device) -> tuple[data.ImageSet, data.ImageSet]:
+        """For training and for testing."""
+        return data.cifar10(self.data_root, device=device)
+
+    def data(self, device: torch.device) -> tuple[Examples, Examples]:
+        s = self.settings
+        parts = [Examples(F.avg_pool2d(x.images.float(), s.shrink), x.labels) for x in self.sets(device)]
+        std, mean = torch.std_mean(parts[0].inputs, (0, 2, 3), keepdim=True)
+        parts = [Examples((inputs - mean) / std, labels) for inputs, labels in parts]
+        if s.judge == "validation":
+            parts = list(hold_out(parts[0], 0.2, s.seed))
+        return _some(parts[0], s.samples, s.seed), _some(parts[1], s.test_samples, s.seed)
+
+
+def _some(examples: Examples, count: int | None, seed: int) -> Examples:
+    """So many of them, in the proportions of the classes, nearly."""
+    if count is None or count >= len(examples.labels):
+        return examples
+    return hold_out(examples, count / len(examples.labels), seed)[1]
+
+
+class CIFAR10(Images):
+    """CIFAR-10, with a mask on the network's 6 x 6 map of scores."""
+
+    name = "cifar10"
+    metric = "loss"
+    maximize = False
+    presets: ClassVar[dict[str, Preset]] = {
+        "quick": Preset(
+            {"width": 16, "samples": 2000, "test_samples": 2000, "batch_size": 32, "epochs": 25, "lr": 3e-3},
+            product(p=[0.0, 0.75, 0.9]),
+            seeds=5,
+        ),
+        "paper": Preset(
+            {"epochs": 100}, product(batch_size=[16, 64, 256, 1024, 2048], p=[0.0, 0.25, 0.5, 0.75, 0.9]), seeds=5
+        ),
+    }
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        return models.all_cnn(mask=Backdrop2d(s.p, exact=s.exact), width=s.width, norm=s.norm)
+
+    def units(self) -> dict[str, int]:
+        return {"p": 36}
+
+
+class Ponce(Images):
+    """Photographs of 25 textures, with a mask on the network's 5 x 6 map of scores."""
+
+    name = "ponce"
+    presets: ClassVar[dict[str, Preset]] = {
+        "quick": Preset(
+            {"width": 16, "shrink": 2, "batch_size": 64, "epochs": 30, "passes": 2, "lr": 3e-3},
+            product(p=[0.0, 0.9375]),
+            seeds=8,
+        ),
+        "paper": Preset(
+            {"epochs": 100, "width": 64},
+            product(batch_size=[8, 32, 64, 128, 256], p=[0.0, 0.5, 0.75, 0.875, 0.9375]),
+            seeds=25,
+        ),
+    }
+
+    def sets(self, device: torch.device) -> tuple[data.ImageSet, data.ImageSet]:
+        return data.uiuc(self.data_root, seed=self.settings.seed, device=device)
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        mask = Backdrop2d(s.p, exact=s.exact)
+        stride = max(1, 4 // s.shrink)  # smaller images with the same lattice
+        return models.ponce_network(mask, channels=s.width, norm=s.norm, stride=stride)
+
+    def units(self) -> dict[str, int]:
+        return {"p": 30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AUCSettings(MaskedImageSettings):
+    """Of `auc`.
+
+    Args:
+        temperature: of the sigmoid in the rank statistic.
+    """
+
+    temperature: float = 1.0
+
+
+class AUC(Images):
+    """The area under the ROC curve for cats and dogs, 5 to 1, trained with the rank statistic and a mask on samples."""
+
+    name = "auc"
+    Settings = AUCSettings
+    metric = "auc"
+    presets: ClassVar[dict[str, Preset]] = {
+        "quick": Preset(
+            {"width": 32, "shrink": 2, "samples": 1200, "batch_size": 2048, "epochs": 20, "passes": 4, "lr": 3e-3},
+            product(p=[0.0, 0.95]),
+            seeds=8,
+        ),
+        "paper": Preset(
+            {},
+            [
+                {"batch_size": batch_size, "epochs": epochs, "p": p}
+                for batch_size, epochs in ((32, 20), (256, 60), (2048, 150))
+                for p in (0.0, 0.5, 0.75, 0.88, 0.94, 0.97)
+            ],
+            seeds=5,
+        ),
+    }
+
+    def sets(self, device: torch.device) -> tuple[data.ImageSet, data.ImageSet]:
+        return data.cifar10(self.data_root, subset="cats-dogs", seed=self.settings.seed, device=device)
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        return models.all_cnn(classes=1, after=Backdrop(s.p, exact=s.exact, group="world"), width=s.width, norm=s.norm)
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        temperature = self.settings.temperature
+        return rank_statistic_loss(
+            outputs.flatten(), labels, temperature=temperature, single_class="zero", group="world"
+        )
+
+    def evaluate(self, outputs: Tensor, labels: Tensor) -> dict[str, float]:
+        from torchmetrics.functional.classification import binary_auroc
+
+        # Ranks alone: torchmetrics takes scores beyond 0 and 1 for logits, whose sigmoids may be equal in float32.
+        _, ranks = torch.unique(outputs.double().flatten(), return_inverse=True)
+        return {"auc": binary_auroc(ranks.double() / max(1, int(ranks.max())), labels).item()}
+
+    def units(self) -> dict[str, int]:
+        return {"p": self.settings.batch_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSettings(ImageSettings):
+    """Of `latent`.
+
+    Args:
+        p_x: of the mask on the cross-entropy.
+        p_d: of the mask on the distances.
+        distance: d, which class means shall be apart.
+    """
+
+    p_x: float = 0.0
+    p_d: float = 0.0
+    distance: float = 1.0
+
+
+class Latent(Images):
+    """CIFAR-10 with 100 i images of class i, whose mean hidden states shall lie at equal distances (Eqs. 3 and 4)."""
+
+    name = "latent"
+    Settings = LatentSettings
+    masks = ("p_x", "p_d")
+    metric = "loss"
+    maximize = False
+    presets: ClassVar[dict[str, Preset]] = {
+        "quick": Preset(
+            {"width": 24, "shrink": 2, "samples": 1100, "batch_size": 2048, "epochs": 20, "passes": 10},
+            [{"p_x": 0.0, "p_d": 0.0}, {"p_x": 0.9, "p_d": 0.75}],
+            seeds=6,
+        ),
+        "paper": Preset(
+            {"epochs": 100},
+            [
+                *product(batch_size=[32, 64, 128, 256, 512, 1024], p_x=[0.0], p_d=[0.0]),
+                *product(batch_size=[2048], p_x=[0.0, 0.5, 0.75, 0.94, 0.97], p_d=[0.0, 0.5, 0.75, 0.94, 0.97]),
+                *product(batch_size=[32, 64, 128, 256, 512, 1024], p_x=[0.94], p_d=[0.97]),
+            ],
+            seeds=10,
+        ),
+    }
+
+    def sets(self, device: torch.device) -> tuple[data.ImageSet, data.ImageSet]:
+        return data.cifar10(self.data_root, subset="imbalanced", seed=self.settings.seed, device=device)
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        scores, hidden = (Backdrop(p, exact=s.exact, group="world") for p in (s.p_x, s.p_d))
+        return models.LatentCNN(scores, hidden, width=s.width, norm=s.norm)
+
+    def loss(self, outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
+        scores, hidden = outputs
+        distances = class_distance_loss(
+            hidden, labels, distance=self.settings.distance, single_class="zero", group="world"
+        )
+        return F.cross_entropy(scores, labels) + distances
+
+    def evaluate(self, outputs: Sequence[Tensor], labels: Tensor) -> dict[str, float]:
+        scores, hidden = (x.double() for x in outputs)
+        found = {"xe": F.cross_entropy(scores, labels).item(), "dist": self._distance(hidden, labels)}
+        found["loss"] = found["xe"] + found["dist"]
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(labels.device)
+        parts = torch.split(order, self.settings.batch_size)
+        parts = parts[:-1] if len(parts) > 1 and len(parts[-1]) < self.settings.batch_size else parts
+        for name, value in (("xe", F.cross_entropy), ("dist", self._distance)):
+            source = scores if name == "xe" else hidden
+            values = [torch.as_tensor(value(source[rows], labels[rows])).item() for rows in parts]
+            found[f"{name}_minibatch"] = sum(values) / len(values)
+        return {**found, "accuracy": percent_right(scores.argmax(1), labels)}
+
+    def _distance(self, hidden: Tensor, labels: Tensor) -> float:
+        return class_distance_loss(hidden, labels, distance=self.settings.distance, single_class="zero").item()
+
+    def units(self) -> dict[str, int]:
+        return dict.fromkeys(self.masks, self.settings.batch_size)

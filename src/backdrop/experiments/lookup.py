@@ -1,0 +1,90 @@
+"""Finding studies again: in a storage, or in the folder where runs are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from backdrop.experiments.plain import SPEC, PlainStudy
+from backdrop.experiments.plan import Readable
+from backdrop.experiments.settings import nearest
+from backdrop.experiments.storage import JOURNAL, open_storage
+
+__all__ = ["has_optuna", "listed", "open_all", "open_study", "unknown"]
+
+
+def has_optuna() -> bool:
+    return importlib.util.find_spec("optuna") is not None
+
+
+def listed(folder: Path) -> list[Path]:
+    """The folders of studies in a folder."""
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in inside if _is_study(path)]
+
+
+def unknown(name: str, folder: Path) -> ValueError:
+    """The error that a study is not there."""
+    names = [path.name for path in listed(folder)]
+    known = f"; there are {', '.join(names)}" if names else ""
+    return ValueError(f"there is no study {name!r} in {folder}{nearest(name, names)}{known}")
+
+
+@contextlib.contextmanager
+def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readable]:
+    """A study that is there.
+
+    Args:
+        name: of the study, or the path of its folder.
+        storage: that it is in; its own folder by default.
+        folder: that has the folders of studies.
+    """
+    if storage is not None:
+        from backdrop.experiments.study import Study
+
+        with open_storage(storage) as opened:
+            yield Study(opened, name)
+        return
+    homes = [home for home in (folder / name, Path(name)) if _is_study(home)]
+    if not homes:
+        raise unknown(name, folder)
+    home = homes[0]
+    with _open_folder(home) as studies:
+        wanted = [study for study in studies if study.name == home.resolve().name] or studies
+        if len(wanted) != 1:
+            names = [study.name for study in studies]
+            raise ValueError(f"{home} has {len(names)} studies ({', '.join(names)}); give one and --storage {home}")
+        yield wanted[0]
+
+
+@contextlib.contextmanager
+def open_all(storage: str | None, folder: Path) -> Iterator[list[Readable]]:
+    """All studies in a storage or a folder."""
+    with contextlib.ExitStack() as stack:
+        if storage is not None:
+            yield stack.enter_context(_open_storage(storage))
+        else:
+            yield [study for home in listed(folder) for study in stack.enter_context(_open_folder(home))]
+
+
+def _is_study(home: Path) -> bool:
+    return (home / JOURNAL).is_file() or (home / SPEC).is_file()
+
+
+@contextlib.contextmanager
+def _open_folder(home: Path) -> Iterator[list[Readable]]:
+    if not (home / JOURNAL).is_file():
+        yield [PlainStudy(home)]
+        return
+    with _open_storage(home / JOURNAL) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def _open_storage(place: str | Path) -> Iterator[list[Readable]]:
+    from backdrop.experiments.study import Study, studies
+
+    with open_storage(place) as storage:
+        yield [Study(storage, name) for name in studies(storage)]

@@ -1,0 +1,216 @@
+"""What a study is about: its task, its preset, what all its trials share, and the points it consists of.
+
+>>> spec, points = plan("gp", "quick", ["p_small=0,0.99", "epochs=3"], seeds="2")
+>>> spec.name, len(points), spec.base["epochs"], sorted(spec.varied)
+('gp-quick', 8, 3, ['p_large', 'p_small', 'seed'])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import backdrop
+from backdrop.experiments.records import Record
+from backdrop.experiments.settings import build, parse
+from backdrop.experiments.task import Task, find_preset, find_task, reference, trial_key
+
+__all__ = ["Readable", "Spec", "again", "all_settings", "as_text", "check_extends", "check_name", "plan", "threads_for"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a study from the start, and stored with it.
+
+    Args:
+        kind: points of a "grid", or slots for which to "tune" settings.
+        task: what `find_task` finds it by.
+        task_name: its name.
+        preset: that it began with.
+        base: settings that all trials share.
+        varied: names of the others.
+        metric: which one the study is about.
+        maximize: whether more of it is better.
+        threads: of torch in each trial; another number could change the last bits of a result.
+        backdrop: the version that began it.
+        units: of each mask, for `tune`.
+    """
+
+    kind: Literal["grid", "tune"]
+    task: str
+    task_name: str
+    preset: str
+    base: dict[str, Any]
+    varied: tuple[str, ...]
+    metric: str
+    maximize: bool
+    threads: int = 1
+    backdrop: str = backdrop.__version__
+    units: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of a study that was given none."""
+        return f"{self.task_name}-{self.preset}" + ("-tune" if self.kind == "tune" else "")
+
+    @property
+    def column(self) -> str:
+        """The metric in a row of a curve, where "loss" is that of training."""
+        return "test loss" if self.metric == "loss" else self.metric
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        known = {item.name for item in dataclasses.fields(cls)}
+        found = {name: value for name, value in values.items() if name in known}
+        return cls(**{**found, "varied": tuple(found["varied"])})
+
+    def find_task(self, where: str | None = None) -> type[Task]:
+        """The class of the task; `where` if it lies elsewhere on this machine."""
+        found = find_task(where or self.task)
+        if found.name != self.task_name:
+            raise ValueError(f"this study is of the task {self.task_name}, but got {found.name}")
+        return found
+
+    def key(self, settings: Mapping[str, Any]) -> str:
+        return trial_key(self.task_name, settings)
+
+
+class Readable(Protocol):
+    """A study as displays and reports see it."""
+
+    name: str
+    spec: Spec
+
+    def records(self) -> list[Record]: ...
+
+
+def plan(
+    task: str, preset: str, overrides: Sequence[str] = (), *, seeds: str | None = None
+) -> tuple[Spec, list[dict[str, Any]]]:
+    """The specification of a study, and all settings of each of its points, seed by seed.
+
+    Args:
+        task: as `find_task` takes it.
+        preset: of the task.
+        overrides: `key=value` for all points, or `key=value,value` in place of an axis of the preset's grid.
+        seeds: how many, or which: "5", or "0,7,11". The preset's number by default.
+    """
+    kind = find_task(task)
+    chosen = find_preset(kind, preset)
+    given = parse(kind.Settings, overrides)
+    if "seed" in given:
+        raise ValueError("seeds are given with --seeds: how many, or which ones, such as --seeds 0,7,11")
+    points: list[dict[str, Any]] = []
+    for point, values in itertools.product(chosen.grid or [{}], itertools.product(*given.values())):
+        points.append({**chosen.base, **point, **dict(zip(given, values, strict=True))})
+    numbers = read_seeds(seeds, chosen.seeds)
+    full = [all_settings(kind, {**point, "seed": seed}) for seed in numbers for point in points]
+    unique = list({trial_key(kind.name, settings): settings for settings in full}.values())
+    axes = {name for point in chosen.grid for name in point if name not in given}
+    axes |= {name for name, values in given.items() if len(values) > 1} | set(kind.masks) | {"seed"}
+    return describe(kind, preset, unique[0], axes), unique
+
+
+def describe(kind: type[Task], preset: str, settings: Mapping[str, Any], varied: set[str]) -> Spec:
+    """The specification of a grid that varies these settings and shares the others."""
+    return Spec(
+        kind="grid",
+        task=reference(kind),
+        task_name=kind.name,
+        preset=preset,
+        base={name: value for name, value in settings.items() if name not in varied},
+        varied=tuple(name for name in settings if name in varied),
+        metric=kind.metric,
+        maximize=kind.maximize,
+    )
+
+
+def all_settings(kind: type[Task], values: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings, as they are after a way through JSON."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(build(kind.Settings, values))))
+    return found
+
+
+def read_seeds(text: str | None, default: int) -> list[int]:
+    if text is None:
+        return list(range(default))
+    numbers = [part for part in text.split(",") if part]
+    if not numbers or not all(re.fullmatch(r"\d+", part) for part in numbers) or text == "0":
+        raise ValueError(f"seeds have to be how many (5) or which ones (0,7,11; one alone: 7,), but got {text!r}")
+    return list(dict.fromkeys(map(int, numbers))) if "," in text else list(range(int(text)))
+
+
+def check_extends(stored: Spec, name: str, spec: Spec, points: Sequence[Mapping[str, Any]]) -> None:
+    """An error unless these points may be added to a study: whatever its trials share, they have to share."""
+    if (stored.task_name, stored.kind) != (spec.task_name, spec.kind):
+        raise ValueError(
+            f"the study {name} is of another kind ({stored.kind}, task {stored.task_name}); choose another --name"
+        )
+    found: dict[str, list[str]] = {}
+    for point in points:
+        for setting, value in stored.base.items():
+            text = as_text(point.get(setting))
+            if point.get(setting) != value and text not in found.setdefault(setting, []):
+                found[setting].append(text)
+    differing = [
+        f"{setting} is {as_text(stored.base[setting])} there and {','.join(texts)} here"
+        for setting, texts in found.items()
+        if texts
+    ]
+    if differing:
+        raise ValueError(
+            f"the study {name} has other settings: {'; '.join(differing)}; give the same ones, or begin another study "
+            "with --name"
+        )
+
+
+def again(name: str, spec: Spec, records: Sequence[Record]) -> str:
+    """The command that makes a study once more: its preset, and what is not as there."""
+    kind = spec.find_task()
+    preset = find_preset(kind, spec.preset)
+    words = ["backdrop", "run" if spec.kind == "grid" else "tune", spec.task, "--preset", spec.preset]
+    words += ["--name", name] if name != spec.name else []
+    shared, named = all_settings(kind, preset.base), {setting for point in preset.grid for setting in point}
+    ours = {*kind.masks, "seed", "judge"} if spec.kind == "tune" else set()
+    for setting, value in spec.base.items():
+        if setting not in ours and (value != shared.get(setting) or (spec.kind == "grid" and setting in named)):
+            words += ["--set", f"{setting}={as_text(value)}"]
+    if spec.kind == "tune":
+        return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base["seed"])])
+    axes = [setting for setting in spec.varied if setting != "seed"]
+    usual = {tuple(as_text({**shared, **point}[setting]) for setting in axes) for point in preset.grid}
+    if {tuple(as_text(record.settings[setting]) for setting in axes) for record in records} != usual:
+        for setting in axes:
+            words += ["--set", f"{setting}={','.join(dict.fromkeys(as_text(r.settings[setting]) for r in records))}"]
+    seeds = sorted({record.settings["seed"] for record in records})
+    if seeds != list(range(preset.seeds)):
+        words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else f"{','.join(map(str, seeds))},"]
+    return shlex.join(words)
+
+
+def check_name(name: str) -> str:
+    if not re.fullmatch(r"[\w][\w.+=-]*", name):
+        raise ValueError(f"the name of a study has to consist of letters, digits and . _ + = -, but got {name!r}")
+    return name
+
+
+def as_text(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, (list, tuple)):
+        return "/".join(map(as_text, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def threads_for(workers: int) -> int:
+    """Threads of each of so many workers on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // workers)

@@ -1,0 +1,247 @@
+"""What the commands do: begin a study or go on with it, work on it, and show what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from backdrop.experiments import live, lookup
+from backdrop.experiments import tune as search
+from backdrop.experiments.plain import SPEC, PlainStudy, check_one
+from backdrop.experiments.plan import Readable, Spec, check_name, plan, threads_for
+from backdrop.experiments.records import Record
+from backdrop.experiments.settings import build
+from backdrop.experiments.storage import JOURNAL, Storage, open_storage
+from backdrop.experiments.study import Study, studies
+from backdrop.experiments.train import Options, fit
+from backdrop.experiments.worker import advice_if_full, work
+
+__all__ = ["Place", "join", "run", "show", "tune"]
+
+NEEDS = "needs Optuna: pip install 'torch-backdrop[experiments]'"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a study is to be.
+
+    Args:
+        folder: that has the folders of studies.
+        name: of the study; by default that of its task and preset.
+        storage: an address or a path; by default a journal file in the study's folder.
+    """
+
+    folder: Path
+    name: str | None
+    storage: str | None
+
+    def called(self, spec: Spec) -> str:
+        return check_name(self.name or spec.name)
+
+
+def run(
+    task: str,
+    preset: str,
+    overrides: Sequence[str],
+    seeds: str | None,
+    place: Place,
+    options: Options,
+    *,
+    workers: int = 1,
+    retry: bool = False,
+) -> bool:
+    """Runs the points of a grid that are missing; whether any failed.
+
+    Args:
+        task: as `find_task` takes it.
+        preset: of the task.
+        overrides: `key=value`, as `plan` takes them.
+        seeds: as `plan` takes them.
+        place: of the study.
+        options: how to run trials.
+        workers: processes that work at the same time.
+        retry: run failed trials once more.
+    """
+
+    def planned(*more: str) -> tuple[Spec, list[dict[str, Any]]]:
+        spec, points = plan(task, preset, [*overrides, *more], seeds=seeds)
+        return replace(spec, threads=threads_for(workers)), points
+
+    spec, points = planned()
+    name = place.called(spec)
+    home = place.folder / name
+    if not lookup.has_optuna():
+        if place.storage is not None or (home / JOURNAL).exists():
+            raise RuntimeError(f"{'--storage' if place.storage else home / JOURNAL} {NEEDS}")
+        stored = PlainStudy(home).spec if (home / SPEC).exists() else None
+        return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)))
+    with _opened(place, home) as storage:
+        with storage.exclusive():
+            stored = Study(storage, name).spec if name in studies(storage) else None
+            spec, points = planned(*_skip(overrides, stored, spec, options))
+            study = Study.begin(storage, name, spec)
+            study.add(spec, points)
+            if retry:
+                study.retry()
+        _work(study, home, options, workers)
+        return _finish(study, home, storage.place if place.storage else None)
+
+
+def tune(
+    task: str,
+    preset: str,
+    overrides: Sequence[str],
+    trials: int,
+    seed: int,
+    place: Place,
+    options: Options,
+    *,
+    workers: int = 1,
+    retry: bool = False,
+) -> bool:
+    """Runs the trials of a search that are missing; whether any failed. Arguments as for `run`."""
+    if not lookup.has_optuna():
+        raise RuntimeError(f"tune {NEEDS}")
+    spec = replace(search.plan_search(task, preset, overrides, seed=seed), threads=threads_for(workers))
+    name = place.called(spec)
+    home = place.folder / name
+    with _opened(place, home) as storage:
+        with storage.exclusive():
+            study = Study.begin(storage, name, spec)
+            search.add_slots(study, spec, trials)
+            if retry:
+                study.retry()
+        _work(study, home, options, workers)
+        failed = _finish(study, home, storage.place if place.storage else None)
+        if best := search.best(study.spec, study.records(), count=1):
+            command = search.run_command(name, study.spec, best[0], task=task)
+            _say(f"the best settings, and the same without masks, on the test set: {command}")
+        return failed
+
+
+def join(place: Place, options: Options, *, workers: int = 1, task: str | None = None, wait: bool = True) -> None:
+    """Works on a study that is there."""
+    if not lookup.has_optuna():
+        raise RuntimeError(f"a worker {NEEDS}")
+    name = check_name(place.name or "")
+    home = place.folder / name
+    if place.storage is None and not (home / JOURNAL).exists():
+        raise lookup.unknown(name, place.folder)
+    with open_storage(place.storage or home / JOURNAL) as storage:
+        study = Study(storage, name)
+        study.spec.find_task(task)  # before workers are started to find that it is wrong
+        _work(study, home, options, workers, task=task, wait=wait)
+        _say(f"{name}: {_counted(study)}")
+
+
+def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool = False, clear: bool = False) -> None:
+    """Prints how far studies are, or one study with its trials."""
+    with contextlib.ExitStack() as stack:
+        if name is None:
+            found = stack.enter_context(lookup.open_all(storage, folder))
+        else:
+            found = [stack.enter_context(lookup.open_study(name, storage, folder))]
+        known = [(study, study.records()) for study in found]
+    if as_json:
+        print(json.dumps([_as_json(study, records, name is not None) for study, records in known], indent=1))
+        return
+    console = Console()
+    if clear:
+        console.clear()
+    for study, records in known:
+        console.print(live.progress(study, records))
+        if name is not None:
+            console.print(live.trials_table(study, records))
+    if not known:
+        _say(f"there are no studies in {'this storage' if storage else folder}")
+
+
+def _as_json(study: Readable, records: Sequence[Record], trials: bool) -> dict[str, Any]:
+    spec = study.spec
+    found = {"name": study.name, "task": spec.task_name, "preset": spec.preset, "kind": spec.kind}
+    return {**found, **live.counts(records), **({"trials": [asdict(record) for record in records]} if trials else {})}
+
+
+@contextlib.contextmanager
+def _opened(place: Place, home: Path) -> Iterator[Storage]:
+    with advice_if_full(), open_storage(place.storage or home / JOURNAL, create=True) as storage:
+        yield storage
+
+
+def _skip(overrides: Sequence[str], stored: Spec | None, spec: Spec, options: Options) -> list[str]:
+    """The setting `skip` where nobody gave it: as in the study that is there; else on for the paper's on a GPU."""
+    import torch
+
+    if "skip" not in spec.base or any(text.startswith("skip=") for text in overrides):
+        return []
+    if stored is not None:
+        return [f"skip={stored.base['skip']}"] if "skip" in stored.base else []
+    on_gpu = options.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+    return ["skip=sampled"] if spec.preset == "paper" and on_gpu and spec.base["skip"] == "off" else []
+
+
+def _work(
+    study: Study, home: Path, options: Options, workers: int, *, task: str | None = None, wait: bool = True
+) -> None:
+    """Works on a study, here or with several processes, and shows it."""
+    if not study.is_unfinished():
+        return
+    with live.Display(study, Console(stderr=True)) as display:
+        if workers == 1:
+            work(study, home, options, task=task, wait=wait, on_progress=display.on_progress)
+            return
+        from backdrop.experiments.crew import Crew
+
+        orders: Mapping[str, Any] = {"task": task, "wait": wait, "count": workers, "say": display.say}
+        with Crew(study.storage.given, study.name, home, options, **orders) as crew:
+            ended = crew.wait()
+    if any(ended) and study.is_unfinished():
+        killed = [f"worker {i} was ended by signal {-code}" for i, code in enumerate(ended) if code < 0]
+        raise RuntimeError(f"{'; '.join([*killed, _counted(study)])}; run the same command again to go on")
+
+
+def _counted(study: Readable) -> str:
+    return ", ".join(f"{number} {state}" for state, number in live.counts(study.records()).items() if number)
+
+
+def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
+    """One configuration, where Optuna is not installed; whether any of its trials failed."""
+    check_one(points, spec.varied)
+    study, kind = PlainStudy.begin(home, spec, points), spec.find_task()
+    options = replace(options, threads=study.spec.threads)
+
+    def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
+        fit(kind(build(kind.Settings, settings), data_root=options.data_root), folder, options, on_epoch)
+
+    with advice_if_full(), live.Display(study, Console(stderr=True)):
+        study.run(points, train)
+    return _finish(study, home, None)
+
+
+def _finish(study: Readable, home: Path, storage: str | None) -> bool:
+    """Shows what came of a study; whether a trial failed."""
+    kind, records, console = study.spec.find_task(), study.records(), Console()
+    if any(record.metrics for record in records):
+        console.print(live.results_table(kind, study.spec, records))
+    if failed := live.failures_table(kind, records):
+        console.print(failed)
+    words = ["backdrop", "report", study.name, *(["--storage", storage] if storage else [])]
+    if home.parent != Path("runs"):
+        words += ["--folder", str(home.parent)]
+    _say(f"trials are in {home}; a page about them: {shlex.join(words)}")
+    if any(record.state == "failed" for record in records):
+        _say("failed trials are run again with --retry-failed")
+        return True
+    return False
+
+
+def _say(text: str) -> None:
+    Console().print(Text(text), soft_wrap=True)

@@ -1,0 +1,135 @@
+"""The five experiments of the paper's section 3.
+
+| task | data | network | masks | section |
+|---|---|---|---|---|
+| `gp` | two-scale Gaussian-process textures, one image per class | Table 1, middle | positions at two scales | 3.2 |
+| `ponce` | 25 classes of texture photographs | Table 1, left | positions | 3.2 |
+| `cifar10` | CIFAR-10 | Table 1, right | positions | 3.2 |
+| `auc` | cats and dogs of CIFAR-10, 5 to 1 | Table 1, right | samples | 3.1 |
+| `latent` | CIFAR-10 with 100 i images of class i | Table 1, right | samples, one mask for each term | 3.1 |
+
+`backdrop run TASK --preset quick` takes minutes on two CPU cores; `--preset paper` is the whole experiment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from backdrop.experiments import models
+from backdrop.experiments.image_tasks import AUC, CIFAR10, Latent, Ponce
+from backdrop.experiments.models import Norm
+from backdrop.experiments.task import Classification, Examples, Preset, Settings, Task, percent_right, product
+from backdrop.layers import Backdrop2d
+from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureDataset
+
+__all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPSettings(Settings):
+    """Of `gp`.
+
+    Args:
+        p_small: of the mask on small patches.
+        p_large: of the mask on large patches.
+        crop: train on tiles of this size instead, without masks: the paper's comparison.
+        size: pixels of an image's side.
+        small: the two lengths of the small scale.
+        large: the two lengths of the large scale.
+        channels: of the network.
+        blocks: of the network before the small mask and after it; each halves the image.
+        norm: of the network.
+        per_class: training images.
+        test_per_class: images to evaluate on, of each class.
+        eval_batch: images in one step of an evaluation.
+    """
+
+    p_small: float = 0.0
+    p_large: float = 0.0
+    crop: int | None = None
+    size: int = 1024
+    small: tuple[float, ...] = PAPER_LENGTHS[0]
+    large: tuple[float, ...] = PAPER_LENGTHS[1]
+    channels: int = 64
+    blocks: tuple[int, int] = (4, 3)
+    norm: Norm = "batch"
+    per_class: int = 1
+    test_per_class: int = 25
+    eval_batch: int = 8
+
+
+class GP(Classification):
+    """One-shot classification of Gaussian-process textures at two scales."""
+
+    name = "gp"
+    Settings = GPSettings
+    masks = ("p_small", "p_large")
+    presets: ClassVar[dict[str, Preset]] = {
+        "quick": Preset(
+            {
+                "size": 256,
+                "small": (2.5, 3.3),
+                "large": (8.0, 14.0),
+                "blocks": (3, 2),
+                "channels": 12,
+                "test_per_class": 50,
+                "eval_batch": 4,
+                "batch_size": 4,
+                "passes": 20,
+                "epochs": 5,
+                "evaluations": 1,
+                "lr": 3e-3,
+            },
+            [{"p_small": 0.0, "p_large": 0.0}, {"p_small": 0.98, "p_large": 0.75}],
+            seeds=8,
+        ),
+        "paper": Preset(
+            {"batch_size": 4, "passes": 20, "epochs": 20},
+            [
+                *product(p_small=[0.0, 0.99, 0.999], p_large=[0.0, 0.75, 0.94], crop=[None]),
+                *product(p_small=[0.0], p_large=[0.0], crop=[512, 256]),
+            ],
+            seeds=10,
+        ),
+    }
+
+    def data(self, device: torch.device) -> tuple[Examples, Examples]:
+        s = self.settings
+        classes = Texture.grid((s.small, s.large), PAPER_WEIGHTS)
+
+        def draw(per_class: int, split: str, crop: int | None = None) -> Examples:
+            drawn = TextureDataset(classes, per_class, s.size, s.seed, split=split, crop=crop, device=device)
+            return Examples(drawn.images, drawn.labels)
+
+        return draw(s.per_class, "train", s.crop), draw(s.test_per_class, s.judge)
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        small, large = (Backdrop2d(p, exact=s.exact) for p in (s.p_small, s.p_large))
+        return models.gp_network(
+            small,
+            large,
+            classes=len(s.small) * len(s.large),
+            channels=s.channels,
+            blocks=s.blocks,
+            norm=s.norm,
+            padded=s.crop is not None,
+        )
+
+    def evaluate(self, outputs: Tensor, labels: Tensor) -> dict[str, float]:
+        found, lengths = outputs.argmax(1), len(self.settings.small)
+        right = {"small": percent_right(found % lengths, labels % lengths)}
+        right |= {"large": percent_right(found // lengths, labels // lengths)}
+        return {**super().evaluate(outputs, labels), **right}
+
+    def units(self) -> dict[str, int]:
+        before, after = self.settings.blocks
+        fine = self.settings.size >> before
+        return {"p_small": fine**2, "p_large": ((fine >> after) - 4) ** 2}
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (GP, Ponce, CIFAR10, AUC, Latent)}

@@ -1,0 +1,356 @@
+"""One trial: a training loop on Lightning Fabric, saved after every epoch.
+
+A trial that was stopped goes on from its last epoch; on a CPU, and with the same number of threads, it ends with the
+very same numbers as one that was never stopped.
+
+>>> from pathlib import Path
+>>> from backdrop.experiments.tasks import GP
+>>> tiny = {"size": 32, "blocks": (1, 1), "channels": 8, "epochs": 2, "passes": 1, "test_per_class": 2}
+>>> task = GP.with_preset("quick", tiny, seed=1)
+>>> outcome = fit(task, Path(getfixture("tmp_path")))
+>>> sorted(outcome.metrics), len(outcome.curve)
+(['accuracy', 'large', 'loss', 'small'], 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from backdrop.distributed import all_gather
+from backdrop.experiments import checkpoint, logs
+from backdrop.experiments.task import Examples, Settings, Task, find_task, reference
+from backdrop.layers import Backdrop
+from backdrop.schedules import LinearP
+from backdrop.skip import skip_blocked
+
+__all__ = ["Diverged", "Options", "Outcome", "fit"]
+
+OnEpoch = Callable[[Mapping[str, Any]], None]
+
+
+class Diverged(RuntimeError):  # noqa: N818
+    """Training whose loss is no number any more."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a trial; what it is, its settings say.
+
+    Args:
+        accelerator: as Lightning Fabric names it: "auto", "cpu", "cuda", "mps".
+        devices: how many processes and devices share each batch.
+        strategy: as Lightning Fabric names it; "auto" is one process, or DDP for several devices.
+        device_index: which of several GPUs to use when one is enough.
+        threads: of torch on the CPU.
+        log: "json" for log.jsonl alone, or "tensorboard" for TensorBoard files besides.
+        keep_weights: leave the trained network in the trial's folder, as weights.pt.
+        data_root: where data sets lie.
+    """
+
+    accelerator: str = "auto"
+    devices: int = 1
+    strategy: str = "auto"
+    device_index: int | None = None
+    threads: int | None = None
+    log: Literal["json", "tensorboard"] = "json"
+    keep_weights: bool = False
+    data_root: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial: metrics at the end, a row per epoch, seconds of work, and where it ran."""
+
+    metrics: dict[str, float]
+    curve: list[dict[str, float]]
+    seconds: float
+    machine: dict[str, str]
+
+
+def fit(task: Task, folder: Path, options: Options | None = None, on_epoch: OnEpoch | None = None) -> Outcome:
+    """Trains a task in a folder, or goes on with it; if it is done there, this returns what came of it.
+
+    Args:
+        task: with its settings.
+        folder: of this trial alone.
+        options: how to run it.
+        on_epoch: is told after each epoch what was logged, with "epochs" and "left" (seconds to go, about). What it
+            raises ends the training, except where several processes share the work.
+    """
+    options = options or Options()
+    done = checkpoint.read_result(folder / "result.json", task.key)
+    if done is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _threads(options.threads):
+            done = _launch(task, folder, options, on_epoch)
+        checkpoint.write_result(folder / "result.json", done)
+        (folder / "checkpoint.pt").unlink(missing_ok=True)
+    return Outcome(**{field.name: done[field.name] for field in dataclasses.fields(Outcome)})
+
+
+def _launch(task: Task, folder: Path, options: Options, on_epoch: OnEpoch | None) -> dict[str, Any]:
+    devices: int | list[int] = options.devices
+    if options.device_index is not None and options.devices == 1:
+        devices = [options.device_index]
+    strategy = options.strategy
+    if options.devices > 1 and strategy in ("auto", "ddp"):
+        strategy = "ddp_spawn"  # the other kind starts the whole command anew in every process
+    fabric = Fabric(
+        accelerator=options.accelerator, devices=devices, strategy=strategy, precision=task.settings.precision
+    )
+    if fabric.world_size == 1:
+        return _Training(fabric, task, folder, options).run(on_epoch)
+    if task.settings.batch_size < fabric.world_size:
+        raise ValueError(
+            f"batch_size has to be at least the number of devices, {fabric.world_size}, but got "
+            f"{task.settings.batch_size}"
+        )
+    # Plain values: Fabric looks into dataclasses, and may not into these.
+    how = (dataclasses.asdict(task.settings), task.data_root, str(folder), dataclasses.asdict(options))
+    with logs.tail(folder / "log.jsonl", on_epoch):
+        result: dict[str, Any] = fabric.launch(_train_in_process, reference(type(task)), *how)  # type: ignore[arg-type]
+    if "diverged" in result:
+        raise Diverged(result["diverged"])
+    return result
+
+
+def _train_in_process(
+    fabric: Fabric, where: str, settings: dict[str, Any], data_root: str | None, folder: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    with _threads(options["threads"]):
+        kind = find_task(where)
+        task = kind(kind.Settings(**settings), data_root=data_root)
+        try:
+            return _Training(fabric, task, Path(folder), Options(**options)).run(None)
+        except Diverged as error:  # on all processes alike
+            return {"diverged": str(error)}
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Training:
+    """The parts of a training, as they stand between two epochs."""
+
+    def __init__(self, fabric: Fabric, task: Task, folder: Path, options: Options) -> None:
+        self.fabric, self.task, self.folder, self.options = fabric, task, folder, options
+        s = self.settings = task.settings
+        self.train, self.judge = task.data(fabric.device)
+        self.batches = max(1, math.ceil(len(self.train.labels) / s.batch_size))
+        self.steps = s.epochs * s.passes * self.batches
+        torch.manual_seed(_seed(s.seed, "weights"))
+        model = task.model()
+        if s.skip != "off" and any(isinstance(m, Backdrop) and m.p for m in model.modules()):
+            model = skip_blocked(model, statistics=s.skip)
+        if fabric.world_size > 1 and fabric.device.type == "cuda":
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        layers = [m for m in model.modules() if isinstance(m, Backdrop)]
+        self.generators: list[torch.Generator] = []
+        for i, layer in enumerate(layers):
+            if layer.group is not None:  # one mask over all processes: a generator that all of them have
+                layer.generator = torch.Generator(fabric.device).manual_seed(_seed(s.seed, "masks", i))
+                self.generators.append(layer.generator)
+        # Channels last is up to twice as fast for convolutions, on a CPU and on a GPU.
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        self.format = formats.get(self.train.inputs.ndim, torch.contiguous_format)
+        model = model.to(memory_format=self.format)  # type: ignore[call-overload]
+        optimizer = _optimizer(model, s)
+        self.model, self.optimizer = fabric.setup(model, optimizer)
+        self.schedule = _schedule(optimizer, s, self.steps)
+        self.p_schedule = None
+        if s.p_warmup and layers:
+            self.p_schedule = LinearP(layers, start=0.0, steps=max(1, round(s.p_warmup * self.steps)))
+        torch.manual_seed(_seed(s.seed, "order", fabric.global_rank))
+        self.epoch, self.seconds = 0, 0.0
+        self.curve: list[dict[str, float]] = []
+
+    def run(self, on_epoch: OnEpoch | None) -> dict[str, Any]:
+        self._resume()
+        writer = (
+            logs.TensorBoard(self.folder, self.curve) if self.options.log == "tensorboard" and self._first else None
+        )
+        while self.epoch < self.settings.epochs:
+            begin, before = time.perf_counter(), self.seconds
+            row = self._train_epoch()
+            if self._is_due():
+                row |= self._evaluate()
+            self.seconds = before + time.perf_counter() - begin
+            row["seconds"] = self.seconds
+            self.curve.append(row)
+            state = self._state()
+            if self._first:
+                checkpoint.save(self.folder / "checkpoint.pt", state)
+                checkpoint.write_log(self.folder / "log.jsonl", [self._told(row) for row in self.curve])
+                if writer:
+                    writer.write(row)
+            if on_epoch:
+                on_epoch(self._told(row))
+        if self._first and self.options.keep_weights:
+            checkpoint.save(self.folder / "weights.pt", {"key": self.task.key, "model": self.model.state_dict()})
+        if writer:
+            writer.close()
+        names = {"epoch", "step", "loss", "lr", "seconds"}
+        metrics = {name.removeprefix("test "): self.curve[-1][name] for name in self.curve[-1] if name not in names}
+        return {
+            "key": self.task.key,
+            "task": self.task.name,
+            "settings": dataclasses.asdict(self.settings),
+            "metrics": metrics,
+            "curve": self.curve,
+            "seconds": self.seconds,
+            "machine": logs.machine(self.fabric.device, self.fabric.world_size),
+        }
+
+    @property
+    def _first(self) -> bool:
+        return bool(self.fabric.global_rank == 0)
+
+    def _train_epoch(self) -> dict[str, float]:
+        s, self.epoch = self.settings, self.epoch + 1
+        losses = torch.zeros((), device=self.fabric.device, dtype=torch.float64)
+        self.model.train()
+        for number in range(s.passes):
+            order = torch.randperm(
+                len(self.train.labels),
+                generator=torch.Generator().manual_seed(_seed(s.seed, "batches", self.epoch, number)),
+            )
+            for rows in order.to(self.fabric.device).tensor_split(self.batches):
+                losses += self._step(self._own(rows)).double()
+        loss = (losses / (s.passes * self.batches)).item()
+        if self.fabric.world_size > 1:
+            loss = float(self.fabric.all_reduce(torch.tensor(loss).double(), reduce_op="mean"))  # type: ignore[arg-type]
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss was {loss} in epoch {self.epoch} of {s.epochs}, with a learning rate of {s.lr:g}; "
+                "a lower one may help"
+            )
+        step = self.epoch * s.passes * self.batches
+        return {"epoch": self.epoch, "step": step, "loss": loss, "lr": self.schedule.get_last_lr()[0]}
+
+    def _step(self, rows: Tensor) -> Tensor:
+        outputs = self.model(self.train.inputs[rows].contiguous(memory_format=self.format))
+        loss = self.task.loss(outputs, self.train.labels[rows])
+        self.optimizer.zero_grad()
+        self.fabric.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        if self.p_schedule:
+            self.p_schedule.step()
+        return loss.detach()
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """The part of a batch that is this process's. Parts are alike in size, so that means of means are means."""
+        world = self.fabric.world_size
+        return rows[: len(rows) // world * world].tensor_split(world)[self.fabric.global_rank]
+
+    def _is_due(self) -> bool:
+        s = self.settings
+        return bool(self.epoch * s.evaluations // s.epochs > (self.epoch - 1) * s.evaluations // s.epochs)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        self.model.eval()
+        mine = Examples(*(x.tensor_split(self.fabric.world_size)[self.fabric.global_rank] for x in self.judge))
+        size = getattr(self.settings, "eval_batch", self.settings.batch_size)
+        parts = torch.split(mine.inputs, size)
+        found = [self.model(part.contiguous(memory_format=self.format)) for part in parts]
+        single = isinstance(found[0], Tensor)
+        columns = [found] if single else list(zip(*found, strict=True))
+        outputs = [all_gather(torch.cat(column)) for column in columns]
+        metrics = self.task.evaluate(outputs[0] if single else outputs, all_gather(mine.labels))
+        if self.task.metric not in metrics:
+            raise ValueError(f"evaluate has to give {self.task.metric!r}, but got {', '.join(metrics) or 'nothing'}")
+        return {_column(name): float(value) for name, value in metrics.items()}
+
+    def _told(self, row: Mapping[str, float]) -> dict[str, Any]:
+        s = self.settings
+        return {**row, "epochs": s.epochs, "left": row["seconds"] / row["epoch"] * (s.epochs - row["epoch"])}
+
+    def _state(self) -> dict[str, Any]:
+        rng = [torch.get_rng_state()]
+        if self.fabric.device.type == "cuda":
+            rng.append(torch.cuda.get_rng_state(self.fabric.device))
+        ranks: list[Any] = [rng]
+        if self.fabric.world_size > 1:
+            ranks = [None] * self.fabric.world_size
+            dist.all_gather_object(ranks, rng)
+        return {
+            "key": self.task.key,
+            "epoch": self.epoch,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "p_schedule": self.p_schedule and self.p_schedule.state_dict(),
+            "rng": ranks,
+            "generators": [generator.get_state() for generator in self.generators],
+            "curve": self.curve,
+            "seconds": self.seconds,
+        }
+
+    def _resume(self) -> None:
+        state = checkpoint.load(self.folder / "checkpoint.pt", self.task.key)
+        if state is None:
+            return
+        if len(state["rng"]) != self.fabric.world_size:
+            raise ValueError(
+                f"{self.folder} holds a trial that was begun on {len(state['rng'])} devices; go on with as many, or "
+                "delete it to begin anew"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.p_schedule:
+            self.p_schedule.load_state_dict(state["p_schedule"])
+        for generator, value in zip(self.generators, state["generators"], strict=True):
+            generator.set_state(value)
+        cpu, *cuda = state["rng"][self.fabric.global_rank]
+        torch.set_rng_state(cpu)
+        if cuda and self.fabric.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda[0], self.fabric.device)
+        self.epoch, self.curve, self.seconds = state["epoch"], state["curve"], state["seconds"]
+
+
+def _column(metric: str) -> str:
+    """A metric in a row of the curve, where "loss" is that of training."""
+    return f"test {metric}" if metric == "loss" else metric
+
+
+def _seed(*parts: object) -> int:
+    """A seed for one purpose, unlike those for all others."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def _optimizer(model: nn.Module, s: Settings) -> torch.optim.Optimizer:
+    if s.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), s.lr, momentum=0.9, nesterov=True, weight_decay=s.weight_decay)
+    return torch.optim.AdamW(model.parameters(), s.lr, weight_decay=s.weight_decay)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, s: Settings, steps: int) -> lr_scheduler.LRScheduler:
+    if s.lr_schedule == "one-cycle":
+        # One step more than there are: the last call of step() is for a step that is never taken.
+        return lr_scheduler.OneCycleLR(optimizer, s.lr, total_steps=steps + 1, cycle_momentum=False)
+    if s.lr_schedule == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

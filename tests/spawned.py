@@ -1,0 +1,67 @@
+"""Commands as real processes, which can be killed. They are forked from a server that has imported torch already."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["backdrop.experiments.runs", "backdrop.experiments.commands", "optuna"])
+DEADLINE = 120
+
+
+class Command:
+    """`backdrop ARGS` in a process.
+
+    Args:
+        args: of the command.
+        output: a file for what it writes.
+        env: environment variables.
+        limit: the most bytes that a file of it can have, as on a full disk.
+    """
+
+    def __init__(self, *args, output, env=None, limit=None):
+        self.output = output
+        environment = {name: str(value) for name, value in (env or {}).items()}
+        order = (list(map(str, args)), str(output), environment, limit)
+        self.process = CONTEXT.Process(target=_command, args=order, daemon=True)  # ends with the tests
+        self.process.start()
+
+    def kill(self):
+        self.signal(signal.SIGKILL)
+        self.process.join(DEADLINE)
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def wait(self):
+        """The exit code, and what was written."""
+        self.process.join(DEADLINE)
+        assert self.process.exitcode is not None, "the command has not ended"
+        return self.process.exitcode, self.output.read_text()
+
+
+def _command(args, output, env, limit):
+    os.environ.update(env, COLUMNS="200", TERM="dumb")
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if limit is not None:
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python has it from the start; the server may not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    import backdrop.experiments.commands  # noqa: F401
+    from backdrop.cli import app
+
+    sys.argv = ["backdrop", *args]
+    app(args)
+
+
+def wait_until(condition):
+    """Until something is true, with a generous deadline."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, "this did not happen in time"
+        time.sleep(0.01)

@@ -1,0 +1,287 @@
+"""`backdrop run`, `worker`, `status`, `tune` and `report`: what they do and say, and how they fail."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("optuna", reason="Optuna is not installed")
+
+import backdrop.experiments.commands  # noqa: F401
+from backdrop import cli
+from backdrop.experiments import live, runs
+from backdrop.experiments.lookup import open_study
+from backdrop.experiments.plan import plan
+from backdrop.experiments.records import Record
+from backdrop.experiments.train import Options
+from tiny_task import FILE, noted
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TINY_LOG", str(tmp_path / "noted.txt"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*args, code=0):
+    """What a command writes."""
+    result = CliRunner().invoke(cli.app, list(map(str, args)))
+    assert result.exit_code == code, result.output
+    assert isinstance(result.exception, SystemExit | None)  # not what went wrong inside
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def status(*args):
+    return json.loads(run("status", *args, "--json"))
+
+
+def test_run_ends_with_a_table_and_where_to_go_from_there(tmp_path):
+    output = run("run", FILE)
+    rows = [line.split() for line in output.splitlines() if line.strip().startswith(("0 ", "0.5 "))]
+    assert [row[0] for row in rows] == ["0", "0.5"]
+    assert rows[1][4] == "+0.693"  # the gain: log 2, since p is half as far from what is planted
+    assert "complete: p 0.5, seed 1, score -1.61" in output
+    assert "(4 of 4 trials done)" in output
+    assert "trials are in runs/tiny-quick; a page about them: backdrop report tiny-quick\n" in output
+    assert sorted(noted(tmp_path / "noted.txt", "begin").values()) == [1] * 4
+
+
+def test_the_same_command_again_has_nothing_to_do_and_more_seeds_extend(tmp_path):
+    run("run", FILE)
+    run("run", FILE)
+    assert sum(noted(tmp_path / "noted.txt", "begin").values()) == 4
+    run("run", FILE, "--seeds", "3", "--set", "p=0,0.5,0.75")
+    assert noted(tmp_path / "noted.txt", "begin") == {(p, seed): 1 for p in (0.0, 0.5, 0.75) for seed in range(3)}
+    (found,) = status()
+    assert (found["name"], found["task"], found["preset"], found["complete"]) == ("tiny-quick", "tiny", "quick", 9)
+
+
+def test_failures_are_told_and_run_again_only_if_asked(tmp_path):
+    output = run("run", FILE, "--set", "bad_seed=1", code=1)
+    assert "the loss was nan in epoch 1 of 3" in output
+    assert "failed trials are run again with --retry-failed" in output
+    assert sum(noted(tmp_path / "noted.txt", "begin").values()) == 4
+    run("run", FILE, "--set", "bad_seed=1", code=1)
+    assert sum(noted(tmp_path / "noted.txt", "begin").values()) == 4
+    run("run", FILE, "--set", "bad_seed=1", "--retry-failed", code=1)
+    assert noted(tmp_path / "noted.txt", "begin") == {(p, seed): 1 + seed for p in (0.0, 0.5) for seed in (0, 1)}
+    (found,) = status("tiny-quick")
+    assert (found["complete"], found["failed"]) == (2, 2)
+    assert [trial["state"] for trial in found["trials"]] == ["complete", "complete", "failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "gq"], "task has to be one of gp, ponce, cifar10, auc, latent"),
+        (["run", "nowhere.py:Task"], "there is no file"),
+        (["run", FILE, "--preset", "papr"], "did you mean 'paper'?"),
+        (["run", FILE, "--set", "widht=3"], "there is no setting 'widht'; did you mean 'width'?"),
+        (["run", FILE, "--set", "lr=fast"], "setting lr has to be a number, but got 'fast'"),
+        (["run", FILE, "--precision", "32"], "setting precision has to be one of"),
+        (["run", FILE, "--skip", "sampeld"], "did you mean 'sampled'?"),
+        (["run", FILE, "--set", "skip=off", "--skip", "off"], "setting skip is given twice"),
+        (["run", FILE, "--log", "paper"], "log has to be json or tensorboard, but got 'paper'"),
+        (["run", FILE, "--name", "a/b"], "the name of a study has to consist of"),
+        (["run", FILE, "--storage", "sqlite:///x.db"], "storage cannot be SQLite"),
+        (["run", FILE, "--set", "epochs=5"], "epochs is 3 there and 5 here"),
+        (["run", FILE, "--preset", "paper", "--name", "tiny-quick"], "epochs is 3 there and 4 here"),
+        (["tune", FILE, "--name", "tiny-quick"], "is of another kind"),
+        (["tune", FILE, "--set", "p=0.5"], "tune looks for the best p"),
+        (["worker", "tiny-quikc"], "there is no study 'tiny-quikc' in runs; did you mean 'tiny-quick'?"),
+        (["report", "."], "there is no study '.' in runs"),
+        (["worker", "tiny-quikc", "--storage", "runs/tiny-quick"], "did you mean 'tiny-quick'?"),
+        (["status", "tiny-quikc"], "there is no study 'tiny-quikc' in runs; did you mean 'tiny-quick'?"),
+        (["report", "tiny-quikc"], "there is no study 'tiny-quikc' in runs; did you mean 'tiny-quick'?"),
+        (["report", "tiny-quick", "--format", "pdf"], "format has to be one of"),
+    ],
+)
+def test_errors_are_one_message(tmp_path, args, message):
+    run("run", FILE, "--seeds", "1", "--set", "p=0")
+    begun = noted(tmp_path / "noted.txt", "begin")
+    output = run(*args, code=1)
+    assert message in output
+    assert len(output.strip().splitlines()) == 1
+    assert noted(tmp_path / "noted.txt", "begin") == begun
+
+
+def test_a_worker_joins_by_name_and_leaves_if_asked(tmp_path):
+    run("run", FILE, "--seeds", "1")
+    assert run("worker", "tiny-quick") == "tiny-quick: 2 complete\n"
+    assert run("worker", "tiny-quick", "--storage", "runs/tiny-quick/journal.log", "--no-wait", "--folder", "other")
+    assert run("worker", "tiny-quick", "--task", "gp", code=1) == "this study is of the task tiny, but got gp\n"
+
+
+def test_settings_of_their_own(tmp_path):
+    run(
+        "run", FILE, "--seeds", "0,7", "--set", "p=0.25", "--precision", "64-true", "--name", "mine", "--folder", "else"
+    )
+    (found,) = status("mine", "--folder", "else")
+    assert [trial["settings"]["seed"] for trial in found["trials"]] == [0, 7]
+    assert {trial["settings"]["precision"] for trial in found["trials"]} == {"64-true"}
+    assert {trial["settings"]["p"] for trial in found["trials"]} == {0.25}
+    assert status() == []
+    assert "there are no studies in runs" in run("status")
+
+
+def test_the_default_of_skip(monkeypatch):
+    spec, _ = plan(FILE, "paper")
+    sampled, off = [plan(FILE, "paper", [f"skip={skip}"])[0] for skip in ("sampled", "off")]
+    options, cpu = Options(), Options(accelerator="cpu")
+    for cuda in (True, False):
+        monkeypatch.setattr("torch.cuda.is_available", lambda cuda=cuda: cuda)
+        assert runs._skip([], None, spec, options) == (["skip=sampled"] if cuda else [])
+        assert runs._skip([], None, spec, cpu) == []
+        assert runs._skip([], None, plan(FILE, "quick")[0], options) == []
+        assert runs._skip(["skip=off"], None, off, options) == []
+        assert runs._skip([], sampled, spec, options) == ["skip=sampled"]  # as the study that is there
+        assert runs._skip([], off, spec, options) == ["skip=off"]
+
+
+def test_status_shows_studies_and_trials():
+    run("run", FILE, "--seeds", "1", "--set", "bad_seed=0", code=1)
+    run("run", FILE, "--seeds", "1", "--name", "other")
+    output = run("status")
+    assert "tiny-quick" in output
+    assert "2 of 2 trials done, 2 failed" in output
+    assert "other" in output
+    output = run("status", "tiny-quick")
+    assert "no masks, seed 0" in output
+    assert "the loss was nan" in output
+
+
+def test_progress_shows_running_trials():
+    spec, points = plan(FILE, "quick")
+    row = {"epoch": 2, "epochs": 3, "loss": 0.5, "score": 0.25, "left": 75.0}
+    records = [
+        Record("a", "complete", points[0]),
+        Record("b", "running", points[1], progress=row),
+        Record("c", "running", points[2]),
+        Record("d", "waiting", points[3]),
+    ]
+
+    class Shown:
+        name = "shown"
+
+    Shown.spec = spec
+    console = live.Console(width=200)
+    with console.capture() as captured:
+        console.print(live.progress(Shown, records))
+    head, *lines = captured.get().splitlines()
+    assert "1 of 4 trials done, 2 running, 1 waiting" in head
+    for text in ("p 0.5, seed 0", "epoch 2/3", "loss 0.5", "score 0.25", "1 min left"):
+        assert text in lines[0]
+    assert "no masks, seed 1" in lines[1]
+    assert "begins" in lines[1]
+    with console.capture() as captured:
+        console.print(live.progress(Shown, [Record(str(i), "running", points[0]) for i in range(20)]))
+    assert "and 8 more" in captured.get()
+
+
+def test_report_in_all_formats(tmp_path):
+    run("run", FILE)
+    assert run("report", "tiny-quick") == "runs/tiny-quick/report.html\n"
+    page = (tmp_path / "runs/tiny-quick/report.html").read_text()
+    assert "backdrop run" in page
+    assert run("report", "runs/tiny-quick", "--format", "md", "--out", "text.md").splitlines()[-1] == "text.md"
+    assert len(run("report", "tiny-quick", "--format", "csv", "--out", "tables").splitlines()) == 2
+    assert run("report", "tiny-quick", "--storage", "runs/tiny-quick", "--format", "png", "--out", "pictures")
+    assert list((tmp_path / "pictures").glob("*.png"))
+
+
+def test_tune_ends_with_the_command_that_runs_the_best(tmp_path):
+    output = run("tune", FILE, "--trials", "4")
+    assert "4 of 4 trials done" in output
+    command = output.splitlines()[-1].partition("on the test set: ")[2]
+    words = shlex.split(command)
+    assert words[:2] == ["backdrop", "run"]
+    (tuned,) = status("tiny-quick-tune")
+    best = max(tuned["trials"], key=lambda trial: trial["metrics"]["score"])["settings"]
+    run(*words[1:])
+    (found,) = status("tiny-quick-tune-best")
+    settings = [trial["settings"] for trial in found["trials"]]
+    assert len(settings) == 10
+    assert sorted({s["seed"] for s in settings}) == list(range(5))
+    assert {s["judge"] for s in settings} == {"test"}
+    assert sorted({s["p"] for s in settings}) == pytest.approx([0.0, best["p"]], abs=1e-6)
+    assert [s["lr"] for s in settings] == pytest.approx([best["lr"]] * 10, rel=1e-5)
+    run("tune", FILE, "--trials", "6")
+    assert status("tiny-quick-tune")[0]["trials"][:4] == tuned["trials"]
+
+
+def test_without_optuna(tmp_path):
+    code = f"""
+import sys
+sys.modules["optuna"] = None
+import backdrop.experiments.commands
+from backdrop.cli import app
+for args in (
+    ["run", {FILE!r}],
+    ["run", {FILE!r}, "--set", "p=0.5"],
+    ["run", {FILE!r}, "--set", "p=0.5", "--seeds", "3"],
+    ["run", {FILE!r}, "--set", "p=0.5", "--set", "epochs=5"],
+    ["run", {FILE!r}, "--set", "p=0.5", "--set", "bad_seed=1", "--name", "bad"],
+    ["run", {FILE!r}, "--set", "p=0.5", "--storage", "here"],
+    ["tune", {FILE!r}],
+    ["worker", "tiny-quick"],
+    ["status"],
+    ["report", "runs/tiny-quick"],
+):
+    sys.stdout.flush()
+    try:
+        app(args)
+    except SystemExit as end:
+        print("CODE", end.code, flush=True)
+"""
+    result = subprocess.run([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    several, once, more, other, bad, storage, tune, worker, shown, report = result.stdout.split("CODE")[:10]
+    codes = [int(part.split()[0]) for part in result.stdout.split("CODE")[1:]]
+    assert codes == [1, 0, 0, 1, 1, 1, 1, 1, 0, 0], result.stdout
+    assert "Traceback" not in result.stdout
+    assert "several configurations (p=0.0,0.5) needs Optuna" in several
+    assert "choose one of them, such as --set p=0.5" in several
+    assert "complete: p 0.5, seed 1, score -1.61 (2 of 2 trials done)" in once
+    assert "(3 of 3 trials done)" in more
+    assert "epochs is 3 there and 5 here" in other
+    assert "the loss was nan" in bad
+    for part in (storage, tune, worker):
+        assert "needs Optuna: pip install" in part
+    assert "3 of 3 trials done" in shown
+    assert "runs/tiny-quick/report.html" in report
+    assert noted(tmp_path / "noted.txt", "begin") == {(0.5, 0): 2, (0.5, 1): 2, (0.5, 2): 1}  # two studies
+    assert len(list((tmp_path / "runs/tiny-quick").glob("*/result.json"))) == 3
+
+    # What was done without Optuna is not done again with it.
+    run("run", FILE, "--set", "p=0.5", "--seeds", "3")
+    assert sum(noted(tmp_path / "noted.txt", "begin").values()) == 5
+    with open_study("tiny-quick", None, tmp_path / "runs") as found:
+        assert [record.state for record in found.records()] == ["complete"] * 3
+
+
+@pytest.mark.parametrize("name", ["run", "worker", "status", "tune", "report"])
+def test_help_names_the_options(name):
+    output = run(name, "--help")
+    for option in ("--storage", "--folder"):
+        assert option in output
+    extra = {"run": "--retry-failed", "worker": "--no-wait", "status": "--watch", "tune": "--trials", "report": "--out"}
+    assert extra[name] in output
+
+
+def test_the_command_knows_them_and_help_is_quick():
+    code = """
+import atexit, sys
+atexit.register(lambda: print(sorted({"optuna", "lightning"} & set(sys.modules))))
+sys.argv = ["backdrop", "--help"]
+from backdrop.cli import main
+main()
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("run", "worker", "status", "tune", "report", "textures", "data"):
+        assert f" {name} " in output
+    assert output.strip().endswith("[]")

@@ -1,0 +1,99 @@
+"""The paper's sentences, held against records in which they are true, false or not to be told."""
+
+import dataclasses
+
+import pytest
+
+import made_up
+from backdrop.experiments.claims import CLAIMS
+from backdrop.experiments.paper_results import GP_TABLE
+from backdrop.experiments.statistics import Results
+from backdrop.experiments.tasks import TASKS
+
+
+def claims(name, records):
+    return CLAIMS[name](Results(TASKS[name], records))
+
+
+def mirrored(records):
+    """The same trials, in which every effect has the other sign."""
+    return [dataclasses.replace(r, metrics={name: 200 - v for name, v in r.metrics.items()}) for r in records]
+
+
+def test_every_task_of_the_paper_has_claims():
+    assert CLAIMS.keys() == TASKS.keys()
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_is_planted_is_found(name):
+    for claim in claims(name, getattr(made_up, name)()):
+        assert claim.verdict == "yes", claim
+
+
+@pytest.mark.parametrize("name", ["gp", "ponce", "auc"])
+def test_the_opposite_is_found_too(name):
+    first, *others = claims(name, mirrored(getattr(made_up, name)()))
+    assert first.verdict == "no", first
+    assert all(claim.verdict != "yes" for claim in others)
+
+
+@pytest.mark.parametrize(("name", "which"), [("cifar10", 0), ("latent", 2)])
+def test_a_loss_that_rises_is_no_gain(name, which):
+    records = getattr(made_up, name)()
+    assert claims(name, mirrored(records))[which].verdict == "no"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_few_seeds_leave_measured_claims_open(name):
+    found = claims(name, getattr(made_up, name)(3))
+    measured = [claim for claim in found if "seed" in claim.here or "better at" in claim.here]
+    assert len(measured) >= 2
+    assert all(claim.verdict == "not clear" for claim in measured), measured
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.parametrize("kept", ["none", "plain", "masked", "unfinished"])
+def test_without_the_trials_it_takes_nothing_is_said(name, kept):
+    """Only the crops of `gp` say something about themselves and no masks."""
+    task, records = TASKS[name], getattr(made_up, name)()
+    of = {
+        "none": [],
+        "plain": [
+            r for r in records if not any(r.settings[mask] for mask in task.masks) and not r.settings.get("crop")
+        ],
+        "masked": [r for r in records if all(r.settings[mask] for mask in task.masks)],
+        "unfinished": [dataclasses.replace(r, state="running") for r in records],
+    }[kept]
+    for claim in claims(name, of):
+        if claim.claim.startswith(("Small batches estimate", "Too much of both")):
+            continue  # of no masks alone, and of both masks alone
+        assert (claim.here, claim.verdict) == ("\N{EN DASH}", "not measured"), claim
+
+
+def test_claims_pair_seeds():
+    """A difference between seeds that is larger than the effect does not hide it."""
+    records = [
+        made_up.record({"p_small": p, "p_large": p, "crop": None, "seed": seed}, {"accuracy": 10.0 * seed + gain})
+        for p, gain in ((0.0, 0.0), (0.9, 1.0))
+        for seed in range(6)
+    ]
+    first = claims("gp", records)[0]
+    assert first.here == "by 1.0 points (1.0 to 1.0, 6 seeds) with p_small 0.9, p_large 0.9"
+    assert first.verdict == "yes"
+
+
+def test_braces_in_a_setting_are_harmless():
+    records = [
+        made_up.record({"p_small": p, "p_large": p, "norm": norm, "seed": seed}, {"accuracy": 50 + 5 * p + gain})
+        for norm, gain in (("batch", 0.0), ("{0} {oops}", 3.0))
+        for p in (0.0, 0.9)
+        for seed in range(5)
+    ]
+    assert claims("gp", records)[0].here.endswith("with norm {0} {oops}, p_small 0.9, p_large 0.9")
+
+
+def test_table_2_says_what_the_text_says():
+    rows = {row[:3]: row for row in GP_TABLE}
+    assert max(GP_TABLE, key=lambda row: row.accuracy)[:4] == (0.99, 0.94, None, 66.2)
+    assert rows[0.0, 0.0, None].accuracy == 45.9
+    assert len(rows) == 11

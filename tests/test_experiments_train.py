@@ -1,0 +1,326 @@
+"""The training loop: what it saves, how it goes on, what it says; several processes against one."""
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from backdrop import Backdrop, Backdrop2d
+from backdrop.experiments import checkpoint, data, train
+from backdrop.experiments.task import Examples, Preset, Settings, Task
+from backdrop.experiments.tasks import AUC, GP
+from backdrop.experiments.train import Diverged, Options, fit
+
+TINY_GP = {
+    "size": 32,
+    "blocks": (1, 1),
+    "channels": 8,
+    "passes": 2,
+    "epochs": 4,
+    "test_per_class": 2,
+    "evaluations": 10,
+}
+
+
+def gp(folder, *, epochs=4, on_epoch=None, options=None, **settings):
+    task = GP.with_preset("quick", {**TINY_GP, "epochs": epochs, "p_small": 0.9, "p_large": 0.5, **settings}, seed=3)
+    return fit(task, folder, options or Options(threads=1), on_epoch)
+
+
+class Killed(Exception):  # noqa: N818
+    pass
+
+
+def stop_after(epoch):
+    def on_epoch(row):
+        if row["epoch"] == epoch:
+            raise Killed
+
+    return on_epoch
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"p_warmup": 0.6, "lr_schedule": "cosine"},
+        {"optimizer": "sgd", "lr": 0.01, "lr_schedule": "constant"},
+        {"skip": "sampled"},
+    ],
+    ids=["usual", "schedules", "sgd", "skip"],
+)
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_a_resumed_run_is_bit_identical(tmp_path, settings, epoch):
+    whole = gp(tmp_path / "whole", options=Options(threads=1, keep_weights=True), **settings)
+    with pytest.raises(Killed):
+        gp(tmp_path / "parts", on_epoch=stop_after(epoch), **settings)
+    torch.manual_seed(1234)  # whatever else happened meanwhile
+    torch.randn(7)
+    seen = []
+    options = Options(threads=1, keep_weights=True)
+    parts = gp(tmp_path / "parts", on_epoch=lambda row: seen.append(row["epoch"]), options=options, **settings)
+    assert seen == list(range(epoch + 1, 5))
+    assert parts.metrics == whole.metrics
+    for one, other in zip(whole.curve, parts.curve, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    weights = [torch.load(tmp_path / name / "weights.pt")["model"] for name in ("whole", "parts")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_what_a_trial_leaves(tmp_path):
+    outcome = gp(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "result.json"]
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in log] == [1, 2, 3, 4]
+    assert [row["step"] for row in log] == [2, 4, 6, 8]
+    assert log[-1]["left"] == 0
+    assert log[0]["epochs"] == 4
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["metrics"] == outcome.metrics
+    assert result["settings"]["p_small"] == 0.9
+    assert set(outcome.machine) >= {"host", "device", "threads", "torch", "backdrop"}
+
+
+def test_a_finished_trial_is_not_run_again(tmp_path):
+    first = gp(tmp_path)
+    seen = []
+    assert gp(tmp_path, on_epoch=seen.append) == first
+    assert not seen
+
+
+def test_evaluations_are_spread_over_training(tmp_path):
+    outcome = gp(tmp_path, epochs=5, evaluations=2)
+    assert ["accuracy" in row for row in outcome.curve] == [False, False, True, False, True]
+
+
+def test_settings_matter(tmp_path):
+    usual = gp(tmp_path / "0")
+    others = [
+        {"p_small": 0.5},
+        {"lr": 1e-4},
+        {"weight_decay": 0.5},
+        {"exact": True},
+        {"p_warmup": 1.0},
+        {"norm": "group"},
+    ]
+    for number, settings in enumerate(others, 1):
+        assert gp(tmp_path / str(number), **settings).curve[-1]["loss"] != usual.curve[-1]["loss"], settings
+
+
+def test_validation_data_are_not_test_data():
+    for device in (torch.device("cpu"),):
+        parts = {}
+        for judge in ("test", "validation"):
+            train_set, parts[judge] = GP.with_preset("quick", {**TINY_GP, "epochs": 1, "judge": judge}).data(device)
+            parts[f"train for {judge}"] = train_set
+        assert torch.equal(parts["train for test"].inputs, parts["train for validation"].inputs)
+        assert not torch.equal(parts["test"].inputs, parts["validation"].inputs)
+        assert not torch.equal(parts["test"].inputs[:4], parts["train for test"].inputs)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.write_text, (tmp_path / "hacked", "!"))
+
+    torch.save({"key": "k", "evil": Evil()}, tmp_path / "checkpoint.pt")
+    with pytest.warns(UserWarning, match=r"checkpoint.pt cannot be read, so this trial begins anew"):
+        assert checkpoint.load(tmp_path / "checkpoint.pt", "k") is None
+    assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 100, -10])
+def test_a_damaged_checkpoint_begins_anew(tmp_path, keep):
+    with pytest.raises(Killed):
+        gp(tmp_path / "one", on_epoch=stop_after(2))
+    path = tmp_path / "one" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.warns(UserWarning, match="begins anew"):
+        again = gp(tmp_path / "one")
+    assert again.metrics == gp(tmp_path / "other").metrics
+
+
+def test_a_checkpoint_of_another_trial_is_refused(tmp_path):
+    with pytest.raises(Killed):
+        gp(tmp_path / "one", on_epoch=stop_after(2))
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "one" / "checkpoint.pt", tmp_path / "other")
+    with pytest.raises(ValueError, match=r"has to be of trial \w+, but is of \w+; delete it"):
+        gp(tmp_path / "other", lr=1e-4)
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.replace(path, fail)
+    assert [child.name for child in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "old"
+
+
+def test_divergence_is_told(tmp_path):
+    with pytest.raises(Diverged, match=r"the loss was (nan|inf) in epoch \d of 4, with a learning rate of 1e\+18"):
+        gp(tmp_path, lr=1e18, optimizer="sgd", norm="none", lr_schedule="constant")
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_tensorboard_files_have_the_curve(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = Options(threads=1, log="tensorboard")
+    with pytest.raises(Killed):
+        gp(tmp_path, on_epoch=stop_after(2), options=options)
+    outcome = gp(tmp_path, options=options)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(row["step"], pytest.approx(row["loss"])) for row in outcome.curve]
+    assert [event.step for event in events.Scalars("accuracy")] == [2, 4, 6, 8]
+
+
+def test_threads_are_put_back(tmp_path):
+    torch.set_num_threads(1)
+    outcome = gp(tmp_path, options=Options(threads=2), epochs=1)
+    assert torch.get_num_threads() == 1
+    assert outcome.machine["threads"] == "2"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_precisions(tmp_path, precision):
+    outcome = gp(tmp_path, precision=precision)
+    assert outcome.metrics.keys() == {"accuracy", "loss", "small", "large"}
+
+
+def images(subset_classes, seed, device, rows=48):
+    """Random images with a weak trace of their class, in place of CIFAR-10."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = []
+    for count in (rows, rows // 2):
+        labels = torch.arange(count) % 6 // 5 if subset_classes == 2 else torch.arange(count) % subset_classes
+        pixels = torch.randint(0, 200, (count, 3, 32, 32), generator=generator) + 20 * labels[:, None, None, None]
+        names = tuple(f"c{i}" for i in range(subset_classes))
+        sets.append(data.ImageSet(pixels.clamp(max=255).to(torch.uint8).to(device), labels.to(device), names))
+    return sets[0], sets[1]
+
+
+class FakeAUC(AUC):
+    """`auc` on data that need not be fetched."""
+
+    def sets(self, device):
+        return images(2, 0, device)
+
+
+SHARED = {"width": 8, "norm": "group", "epochs": 2, "passes": 1, "batch_size": 12, "samples": None, "shrink": 1}
+SHARED |= {"p": 0.5, "optimizer": "sgd", "lr": 0.05, "precision": "64-true"}
+
+
+def auc(folder, on_epoch=None, *, devices=1, **settings):
+    task = FakeAUC.with_preset("quick", {**SHARED, **settings}, seed=1)
+    options = Options(accelerator="cpu", devices=devices, threads=1, keep_weights=True)
+    return fit(task, folder, options, on_epoch), torch.load(folder / "weights.pt")["model"]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """Training over two processes: what came of it, the weights, and the epochs that were told."""
+    seen = []
+    return *auc(tmp_path_factory.mktemp("two"), lambda row: seen.append(row["epoch"]), devices=2), seen
+
+
+def test_two_processes_train_as_one(tmp_path, two_processes):
+    """Whole batches for the loss and one mask over both: the same training, up to the order of sums."""
+    one, weights = auc(tmp_path)
+    two, others, seen = two_processes
+    assert two.machine["devices"] == "2"
+    assert seen == [1, 2]
+    for a, b in zip(one.curve, two.curve, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)  # Fabric hands outputs on in float32
+    assert two.metrics["auc"] == pytest.approx(one.metrics["auc"], abs=1e-12)
+    assert weights.keys() == others.keys()
+    for key in weights:
+        torch.testing.assert_close(weights[key], others[key], rtol=1e-4, atol=1e-6)
+    assert one.curve[0]["loss"] != pytest.approx(one.curve[1]["loss"], rel=1e-4)  # they did learn
+
+
+def test_two_processes_resume_bit_identically(tmp_path, two_processes):
+    whole, weights, _ = two_processes
+    task = FakeAUC.with_preset("quick", SHARED, seed=1)
+    fabric = train.Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", precision="64-true")
+    fabric.launch(one_epoch, dataclasses.asdict(task.settings), str(tmp_path))
+    assert checkpoint.load(tmp_path / "checkpoint.pt", task.key)["epoch"] == 1
+    parts, others = auc(tmp_path, devices=2)
+    assert [row["loss"] for row in parts.curve] == [row["loss"] for row in whole.curve]
+    assert all(torch.equal(weights[key], others[key]) for key in weights)
+
+
+def one_epoch(fabric, settings, folder):
+    torch.set_num_threads(1)
+    training = train._Training(
+        fabric, FakeAUC(AUC.Settings(**settings)), Path(folder), Options(accelerator="cpu", devices=2, threads=1)
+    )
+    row = training._train_epoch() | {"seconds": 1.0}
+    if training._is_due():
+        row |= training._evaluate()
+    training.curve.append(row)
+    state = training._state()
+    if fabric.global_rank == 0:
+        checkpoint.save(Path(folder) / "checkpoint.pt", state)
+
+
+def test_two_processes_diverge_as_one(tmp_path):
+    with pytest.raises(Diverged, match="the loss was nan in epoch 1 of 2"):
+        auc(tmp_path, devices=2, lr=1e30, lr_schedule="constant", norm="none")
+
+
+def test_more_devices_than_samples_in_a_batch(tmp_path):
+    with pytest.raises(ValueError, match="batch_size has to be at least the number of devices, 2, but got 1"):
+        auc(tmp_path, devices=2, batch_size=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MineSettings(Settings):
+    p: float = 0.0
+
+
+class Mine(Task):
+    """A task that forgets its metric."""
+
+    Settings = MineSettings
+    presets: ClassVar = {"quick": Preset({"epochs": 1}, [{"p": 0.0}], seeds=1)}
+
+    def data(self, device):
+        return (Examples(torch.randn(8, 4), torch.zeros(8)),) * 2
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 1), Backdrop(self.settings.p))
+
+    def loss(self, outputs, labels):
+        return outputs.square().mean()
+
+    def evaluate(self, outputs, labels):
+        return {"other": 1.0}
+
+
+def test_a_task_without_its_metric_is_told_so(tmp_path):
+    with pytest.raises(ValueError, match="evaluate has to give 'accuracy', but got other"):
+        fit(Mine.with_preset("quick"), tmp_path)
+    assert Mine.name == "mine"
+    assert Mine.title == "A task that forgets its metric."
+
+
+def test_masks_are_on_during_training_and_off_in_evaluation(tmp_path, monkeypatch):
+    calls = []
+    forward = Backdrop2d.forward
+    monkeypatch.setattr(Backdrop2d, "forward", lambda self, x: calls.append(self.training) or forward(self, x))
+    gp(tmp_path, epochs=1, passes=1, eval_batch=8)
+    assert calls == [True, True, False, False]
