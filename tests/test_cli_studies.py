@@ -12,10 +12,10 @@ pytest.importorskip("optuna", reason="Optuna is not installed")
 
 import backdrop.experiments.commands  # noqa: F401
 from backdrop import cli
-from backdrop.experiments import live, runs
-from backdrop.experiments.lookup import open_study
-from backdrop.experiments.plan import plan
 from backdrop.experiments.records import Record
+from backdrop.experiments.study import live, runs
+from backdrop.experiments.study.lookup import open_study
+from backdrop.experiments.study.plan import plan
 from backdrop.experiments.train import Options
 from tiny_task import FILE, noted
 

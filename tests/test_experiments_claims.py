@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 import made_up
-from backdrop.experiments.claims import CLAIMS
-from backdrop.experiments.paper_results import GP_TABLE
-from backdrop.experiments.statistics import Results
+from backdrop.experiments.report.claims import CLAIMS
+from backdrop.experiments.report.paper_results import GP_TABLE
+from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.tasks import TASKS
 
 

@@ -18,10 +18,11 @@ import pytest
 from PIL import Image
 
 import made_up
-from backdrop.experiments import headline, report
-from backdrop.experiments.paper_results import GP_TABLE
-from backdrop.experiments.report import write_report
-from backdrop.experiments.statistics import Results
+from backdrop.experiments.report import headline
+from backdrop.experiments.report import write as report
+from backdrop.experiments.report.paper_results import GP_TABLE
+from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.write import write_report
 from backdrop.experiments.task import Task
 from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS
 
@@ -430,7 +431,7 @@ def test_same_records_same_bytes(tmp_path):
     first = make("latent", tmp_path)
     program = (
         "import made_up, sys; from pathlib import Path; from backdrop.experiments.tasks import Latent; "
-        "from backdrop.experiments.report import write_report; "
+        "from backdrop.experiments.report.write import write_report; "
         "write_report(Latent, 'latent-study', made_up.latent(), Path(sys.argv[1]), format='html')"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}

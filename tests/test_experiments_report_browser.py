@@ -6,7 +6,7 @@ import pytest
 
 import chromium
 import made_up
-from backdrop.experiments.report import write_report
+from backdrop.experiments.report.write import write_report
 from backdrop.experiments.tasks import GP, TASKS
 
 pytestmark = pytest.mark.skipif(chromium.find() is None, reason=f"none of {', '.join(chromium.NAMES)} is installed")

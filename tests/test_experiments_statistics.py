@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import made_up
-from backdrop.experiments import statistics as module
-from backdrop.experiments.statistics import ENOUGH, Estimate, Results, estimate, paired
+from backdrop.experiments.report import statistics as module
+from backdrop.experiments.report.statistics import ENOUGH, Estimate, Results, estimate, paired
 from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS
 
 

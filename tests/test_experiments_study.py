@@ -16,14 +16,14 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
-from backdrop.experiments import alive, journal, study, tune
-from backdrop.experiments.alive import Watch, identity, is_dead
-from backdrop.experiments.plan import again, check_extends, plan
-from backdrop.experiments.storage import open_storage
-from backdrop.experiments.study import Study
+from backdrop.experiments.study import alive, journal, study, tune
+from backdrop.experiments.study.alive import Watch, identity, is_dead
+from backdrop.experiments.study.plan import again, check_extends, plan
+from backdrop.experiments.study.storage import open_storage
+from backdrop.experiments.study.study import Study
+from backdrop.experiments.study.worker import log_event, work
 from backdrop.experiments.task import find_task
 from backdrop.experiments.train import Options
-from backdrop.experiments.worker import log_event, work
 from postgres import database, server  # noqa: F401
 from spawned import CONTEXT, DEADLINE
 from tiny_task import FILE, noted
@@ -265,7 +265,7 @@ def reasons(found):
 @pytest.fixture(scope="module")
 def dead():
     """A worker whose process has ended."""
-    code = "import json; from backdrop.experiments.alive import identity; print(json.dumps(identity()))"
+    code = "import json; from backdrop.experiments.study.alive import identity; print(json.dumps(identity()))"
     return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
 
 

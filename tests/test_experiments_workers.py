@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backdrop.experiments.storage import open_storage
-from backdrop.experiments.study import Study
+from backdrop.experiments.study.storage import open_storage
+from backdrop.experiments.study.study import Study
 from postgres import database, server  # noqa: F401
 from spawned import Command, wait_until
 from tiny_task import FILE, noted

@@ -82,7 +82,7 @@ def run(
 ) -> None:
     """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
     with _resumable(), errors_in_red():
-        from backdrop.experiments import runs
+        from backdrop.experiments.study import runs
 
         options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
@@ -114,7 +114,7 @@ def tune(
 ) -> None:
     """Search for mask probabilities, learning rate and weight decay, judged on validation data."""
     with _resumable(), errors_in_red():
-        from backdrop.experiments import runs
+        from backdrop.experiments.study import runs
 
         options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
@@ -142,7 +142,7 @@ def worker(
 ) -> None:
     """Join a study, also from another machine, and work on it until nothing is left to do."""
     with _resumable(), errors_in_red():
-        from backdrop.experiments import runs
+        from backdrop.experiments.study import runs
 
         options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
         place = runs.Place(folder.expanduser(), study, storage)
@@ -159,7 +159,7 @@ def status(
 ) -> None:
     """Show how far studies are."""
     with errors_in_red(), contextlib.suppress(KeyboardInterrupt):
-        from backdrop.experiments import runs
+        from backdrop.experiments.study import runs
 
         while True:
             runs.show(study, storage, folder.expanduser(), as_json=as_json, clear=watch)
@@ -180,9 +180,9 @@ def report(
 ) -> None:
     """Turn a study into a page, a text, tables or pictures."""
     with errors_in_red():
-        from backdrop.experiments.lookup import open_study
-        from backdrop.experiments.plan import again
-        from backdrop.experiments.report import write_report
+        from backdrop.experiments.report.write import write_report
+        from backdrop.experiments.study.lookup import open_study
+        from backdrop.experiments.study.plan import again
 
         folder = folder.expanduser()
         with open_study(study, storage, folder) as found:

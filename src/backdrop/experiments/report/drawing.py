@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from backdrop.experiments.statistics import Estimate
+from backdrop.experiments.report.statistics import Estimate
 
 __all__ = ["Line", "Picture", "dots", "heat_map", "lines", "style"]
 

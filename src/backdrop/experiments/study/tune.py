@@ -16,14 +16,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from backdrop.experiments.plan import Spec, all_settings, as_text, check_extends, plan
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build
+from backdrop.experiments.study.plan import Spec, all_settings, as_text, check_extends, plan
 
 if TYPE_CHECKING:
     from optuna.trial import BaseTrial, Trial
 
-    from backdrop.experiments.study import Study
+    from backdrop.experiments.study.study import Study
 
 __all__ = ["add_slots", "ask", "best", "choose", "plan_search", "run_command", "should_prune", "suggest_p"]
 

@@ -15,14 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from backdrop.experiments import wording
-from backdrop.experiments.plan import Readable, Spec
 from backdrop.experiments.records import Record
-from backdrop.experiments.statistics import Results
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.study.plan import Readable, Spec
 from backdrop.experiments.task import Task
 
 if TYPE_CHECKING:
-    from backdrop.experiments import tables
+    from backdrop.experiments.report import tables
 
 __all__ = ["Display", "counts", "failures_table", "progress", "results_table", "trials_table"]
 
@@ -164,14 +164,14 @@ def trials_table(study: Readable, records: Sequence[Record]) -> Table:
 
 def results_table(task: type[Task], spec: Spec, records: Sequence[Record]) -> RenderableType:
     """Mean and spread over seeds of each configuration, or the best trials of a search."""
-    from backdrop.experiments import tables
+    from backdrop.experiments.report import tables
 
     results = Results(task, records)
     return _table(tables.search(results) if spec.kind == "tune" else tables.configurations(results))
 
 
 def failures_table(task: type[Task], records: Sequence[Record]) -> RenderableType | None:
-    from backdrop.experiments import tables
+    from backdrop.experiments.report import tables
 
     found = tables.failures(Results(task, records))
     return None if found is None else _table(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from backdrop.experiments import wording
-from backdrop.experiments.judging import (
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.judging import (
     Claim,
     Effects,
     averaged,
@@ -20,7 +20,7 @@ from backdrop.experiments.judging import (
     values,
     where,
 )
-from backdrop.experiments.statistics import Configuration, Results, estimate, paired
+from backdrop.experiments.report.statistics import Configuration, Results, estimate, paired
 
 __all__ = ["CLAIMS"]
 

@@ -19,10 +19,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
-from backdrop.experiments.storage import open_storage
-from backdrop.experiments.study import Study
+from backdrop.experiments.study.storage import open_storage
+from backdrop.experiments.study.study import Study
+from backdrop.experiments.study.worker import work
 from backdrop.experiments.train import Options
-from backdrop.experiments.worker import work
 
 __all__ = ["Crew"]
 
@@ -62,7 +62,7 @@ class Crew:
             own = replace(options, device_index=i % gpus) if gpus > 1 else options
             order = {"storage": storage, "study": study, "folder": str(folder), "options": asdict(own)}
             process = subprocess.Popen(
-                [sys.executable, "-m", "backdrop.experiments.crew"],
+                [sys.executable, "-m", "backdrop.experiments.study.crew"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

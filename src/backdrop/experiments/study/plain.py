@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from backdrop.experiments import checkpoint
-from backdrop.experiments.plan import Spec, as_text, check_extends
 from backdrop.experiments.records import Record
+from backdrop.experiments.study.plan import Spec, as_text, check_extends
 
 __all__ = ["SPEC", "PlainStudy", "check_one"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from backdrop.experiments import wording
-from backdrop.experiments.claims import CLAIMS
-from backdrop.experiments.statistics import ENOUGH, Configuration, Estimate, Results
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.claims import CLAIMS
+from backdrop.experiments.report.statistics import ENOUGH, Configuration, Estimate, Results
 
 __all__ = ["Tile", "counts", "sentence", "tiles"]
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from backdrop.experiments.statistics import Estimate
+from backdrop.experiments.report.statistics import Estimate
 
 __all__ = [
     "capital",

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backdrop.experiments import alive
 from backdrop.experiments.cache import CacheError
 from backdrop.experiments.fetch import DownloadError
-from backdrop.experiments.interrupts import Interrupts
 from backdrop.experiments.settings import build
-from backdrop.experiments.storage import storage_errors
-from backdrop.experiments.study import INTERRUPTED, Study
+from backdrop.experiments.study import alive
+from backdrop.experiments.study.interrupts import Interrupts
+from backdrop.experiments.study.storage import storage_errors
+from backdrop.experiments.study.study import INTERRUPTED, Study
 from backdrop.experiments.train import Diverged, Options, fit
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class _Attempt:
         if self.study.spec.kind == "grid":
             settings: dict[str, Any] = self.study.trial(self.number).user_attrs["settings"]
             return settings
-        from backdrop.experiments import tune
+        from backdrop.experiments.study import tune
 
         self.trial = tune.ask(self.study, self.number)
         settings = tune.choose(self.study, self.number, self.trial)
@@ -190,7 +190,7 @@ class _Attempt:
         self.beat.tell({name: row[name] for name in ("epoch", "epochs", "loss", column, "left") if name in row})
         self._log("epoch", **row)
         if self.trial is not None and column in row:
-            from backdrop.experiments import tune
+            from backdrop.experiments.study import tune
 
             if tune.should_prune(self.trial, row, column):
                 raise _Pruned

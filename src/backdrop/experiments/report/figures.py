@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backdrop.experiments import drawing, wording
-from backdrop.experiments.curves import last_value
-from backdrop.experiments.drawing import MARKERS, MUTED, PALETTE, Line, Picture
-from backdrop.experiments.paper_results import GP_TABLE, TableRow
-from backdrop.experiments.statistics import Configuration, Estimate, Results
+from backdrop.experiments.report import drawing, wording
+from backdrop.experiments.report.curves import last_value
+from backdrop.experiments.report.drawing import MARKERS, MUTED, PALETTE, Line, Picture
+from backdrop.experiments.report.paper_results import GP_TABLE, TableRow
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results
 
 __all__ = ["pictures"]
 

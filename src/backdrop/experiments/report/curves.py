@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backdrop.experiments import drawing, wording
-from backdrop.experiments.drawing import INK, PALETTE, Picture
 from backdrop.experiments.records import Record
-from backdrop.experiments.statistics import Configuration, Results, is_finite
+from backdrop.experiments.report import drawing, wording
+from backdrop.experiments.report.drawing import INK, PALETTE, Picture
+from backdrop.experiments.report.statistics import Configuration, Results, is_finite
 
 __all__ = ["curves", "last_value"]
 

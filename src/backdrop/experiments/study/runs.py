@@ -13,16 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from backdrop.experiments import live, lookup
-from backdrop.experiments import tune as search
-from backdrop.experiments.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.plan import Readable, Spec, check_name, plan, threads_for
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build
-from backdrop.experiments.storage import JOURNAL, Storage, open_storage
-from backdrop.experiments.study import Study, studies
+from backdrop.experiments.study import live, lookup
+from backdrop.experiments.study import tune as search
+from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
+from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for
+from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
+from backdrop.experiments.study.study import Study, studies
+from backdrop.experiments.study.worker import advice_if_full, work
 from backdrop.experiments.train import Options, fit
-from backdrop.experiments.worker import advice_if_full, work
 
 __all__ = ["Place", "join", "run", "show", "tune"]
 
@@ -198,7 +198,7 @@ def _work(
         if workers == 1:
             work(study, home, options, task=task, wait=wait, on_progress=display.on_progress)
             return
-        from backdrop.experiments.crew import Crew
+        from backdrop.experiments.study.crew import Crew
 
         orders: Mapping[str, Any] = {"task": task, "wait": wait, "count": workers, "say": display.say}
         with Crew(study.storage.given, study.name, home, options, **orders) as crew:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from backdrop.experiments import wording
-from backdrop.experiments.statistics import Configuration, Estimate, Results, estimate, paired
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results, estimate, paired
 
 __all__ = [
     "Claim",

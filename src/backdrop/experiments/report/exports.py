@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from backdrop.experiments import tables, wording
-from backdrop.experiments.statistics import Configuration, Estimate, Results
+from backdrop.experiments.report import tables, wording
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results
 
 __all__ = ["configurations", "trials"]
 

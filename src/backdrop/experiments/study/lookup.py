@@ -7,10 +7,10 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from backdrop.experiments.plain import SPEC, PlainStudy
-from backdrop.experiments.plan import Readable
 from backdrop.experiments.settings import nearest
-from backdrop.experiments.storage import JOURNAL, open_storage
+from backdrop.experiments.study.plain import SPEC, PlainStudy
+from backdrop.experiments.study.plan import Readable
+from backdrop.experiments.study.storage import JOURNAL, open_storage
 
 __all__ = ["has_optuna", "listed", "open_all", "open_study", "unknown"]
 
@@ -42,7 +42,7 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
         folder: that has the folders of studies.
     """
     if storage is not None:
-        from backdrop.experiments.study import Study
+        from backdrop.experiments.study.study import Study
 
         with open_storage(storage) as opened:
             yield Study(opened, name)
@@ -84,7 +84,7 @@ def _open_folder(home: Path) -> Iterator[list[Readable]]:
 
 @contextlib.contextmanager
 def _open_storage(place: str | Path) -> Iterator[list[Readable]]:
-    from backdrop.experiments.study import Study, studies
+    from backdrop.experiments.study.study import Study, studies
 
     with open_storage(place) as storage:
         yield [Study(storage, name) for name in studies(storage)]

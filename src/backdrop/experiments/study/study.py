@@ -23,11 +23,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from backdrop.experiments.alive import Watch
-from backdrop.experiments.plan import Spec, check_extends
 from backdrop.experiments.records import Record, State
 from backdrop.experiments.settings import nearest
-from backdrop.experiments.storage import Storage
+from backdrop.experiments.study.alive import Watch
+from backdrop.experiments.study.plan import Spec, check_extends
+from backdrop.experiments.study.storage import Storage
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -78,7 +78,7 @@ def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage
         raise FileNotFoundError(f"there is no study in {path}")
     from optuna.storages import JournalStorage
 
-    from backdrop.experiments.journal import Journal
+    from backdrop.experiments.study.journal import Journal
 
     lock = path.with_name(f".{path.name}.lock")
     yield Storage(JournalStorage(Journal(path)), str(path), str(path), lambda: fetch.lock(lock, waiting=lambda: None))

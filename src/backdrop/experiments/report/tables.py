@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from backdrop.experiments import wording
-from backdrop.experiments.claims import CLAIMS
-from backdrop.experiments.curves import last_value
-from backdrop.experiments.paper_results import GP_TABLE, TableRow
-from backdrop.experiments.statistics import Configuration, Estimate, Results, is_finite
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.claims import CLAIMS
+from backdrop.experiments.report.curves import last_value
+from backdrop.experiments.report.paper_results import GP_TABLE, TableRow
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite
 
 __all__ = ["Cell", "Table", "claims", "configurations", "failures", "gp_table", "machines", "metrics", "search"]
 

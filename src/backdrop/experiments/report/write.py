@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 import backdrop
-from backdrop.experiments import exports, headline, tables, wording
-from backdrop.experiments.claims import CLAIMS
-from backdrop.experiments.curves import curves
-from backdrop.experiments.drawing import Picture
-from backdrop.experiments.figures import pictures
 from backdrop.experiments.records import Record
-from backdrop.experiments.statistics import Results
-from backdrop.experiments.tables import Cell, Table
+from backdrop.experiments.report import exports, headline, tables, wording
+from backdrop.experiments.report.claims import CLAIMS
+from backdrop.experiments.report.curves import curves
+from backdrop.experiments.report.drawing import Picture
+from backdrop.experiments.report.figures import pictures
+from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.tables import Cell, Table
 from backdrop.experiments.task import Task
 
 __all__ = ["Format", "write_report"]
@@ -206,7 +206,7 @@ def _html(page: Page) -> bytes:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["data"] = data
-    template = resources.files("backdrop.experiments").joinpath("report.html").read_text(encoding="utf-8")
+    template = resources.files("backdrop.experiments.report").joinpath("report.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(page=page).encode()
 
 
