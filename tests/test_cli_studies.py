@@ -14,6 +14,7 @@ import backdrop.experiments.commands  # noqa: F401
 from backdrop import cli
 from backdrop.experiments.records import Record
 from backdrop.experiments.study import live, runs
+from backdrop.experiments.study import plan as plan_module
 from backdrop.experiments.study.lookup import open_study
 from backdrop.experiments.study.plan import plan
 from backdrop.experiments.train import Options
@@ -25,6 +26,7 @@ def _wide(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("TINY_LOG", str(tmp_path / "noted.txt"))
+    monkeypatch.setattr(plan_module, "MOST_WORKERS", 1)  # in this process, which is quicker
     monkeypatch.chdir(tmp_path)
 
 
@@ -213,6 +215,18 @@ def test_tune_ends_with_the_command_that_runs_the_best(tmp_path):
     assert [s["lr"] for s in settings] == pytest.approx([best["lr"]] * 10, rel=1e-5)
     run("tune", FILE, "--trials", "6")
     assert status("tiny-quick-tune")[0]["trials"][:4] == tuned["trials"]
+
+
+def test_as_many_workers_as_suit_the_machine(monkeypatch):
+    monkeypatch.setattr(plan_module, "MOST_WORKERS", 8)
+    monkeypatch.setattr(plan_module, "_cores", lambda: 4)
+    assert plan_module.workers_for("cpu", 1, trials=100) == 4
+    assert plan_module.workers_for("cpu", 1, trials=3) == 3
+    assert plan_module.workers_for("cpu", 1, trials=0) == 1
+    assert plan_module.workers_for("cpu", 2, trials=100) == 1  # they share one trial
+    monkeypatch.setattr(plan_module, "_cores", lambda: 64)
+    assert plan_module.workers_for("cpu", 1, trials=100) == 8
+    assert [plan_module.threads_for(workers) for workers in (1, 8, 100)] == [64, 8, 1]
 
 
 def test_without_optuna(tmp_path):

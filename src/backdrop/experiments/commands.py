@@ -38,7 +38,12 @@ Set = Annotated[
 Seeds = Annotated[
     str | None, typer.Option(help="How many (5), or which (0,7,11). Else the preset's.", show_default=False)
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Processes that work at the same time.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes that work at the same time. Else one for each GPU, or each core.", show_default=False
+    ),
+]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Devices = Annotated[int, typer.Option(min=1, help="Devices that share the batches of one trial.")]
 Strategy = Annotated[str, typer.Option(help="As Lightning Fabric names it, such as ddp.")]
@@ -66,7 +71,7 @@ def run(
     preset: Preset = "quick",
     set_: Set = None,
     seeds: Seeds = None,
-    workers: Workers = 1,
+    workers: Workers = None,
     name: Name = None,
     folder: Folder = Path("runs"),
     storage: Place = None,
@@ -98,7 +103,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="How many, in all.")] = 30,
     set_: Set = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all trials, and of the search.")] = 0,
-    workers: Workers = 1,
+    workers: Workers = None,
     name: Name = None,
     folder: Folder = Path("runs"),
     storage: Place = None,
@@ -128,7 +133,7 @@ def worker(
     study: Annotated[str, typer.Argument(help="The name of the study.", show_default=False)],
     storage: Place = None,
     folder: Folder = Path("runs"),
-    workers: Workers = 1,
+    workers: Workers = None,
     wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
     task: Annotated[
         str | None, typer.Option(help="FILE.py:CLASS of your own task, if it lies elsewhere on this machine.")

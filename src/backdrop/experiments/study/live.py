@@ -24,7 +24,7 @@ from backdrop.experiments.task import Task
 if TYPE_CHECKING:
     from backdrop.experiments.report import tables
 
-__all__ = ["Display", "counts", "failures_table", "progress", "results_table", "trials_table"]
+__all__ = ["Display", "counts", "failures_table", "progress", "result", "results_table", "trials_table"]
 
 POLL = 1.0  # seconds between two looks at the study
 MOST = 12  # running trials that are shown
@@ -167,7 +167,14 @@ def results_table(task: type[Task], spec: Spec, records: Sequence[Record]) -> Re
     from backdrop.experiments.report import tables
 
     results = Results(task, records)
-    return _table(tables.search(results) if spec.kind == "tune" else tables.configurations(results))
+    return _table(tables.search(results) if spec.kind == "tune" else tables.configurations(results, brief=True))
+
+
+def result(task: type[Task], records: Sequence[Record]) -> Text:
+    """What came out, in a sentence."""
+    from backdrop.experiments.report import headline
+
+    return Text(headline.sentence(Results(task, records)), "bold")
 
 
 def failures_table(task: type[Task], records: Sequence[Record]) -> RenderableType | None:

@@ -22,7 +22,20 @@ from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build, parse
 from backdrop.experiments.task import Task, find_preset, find_task, reference, trial_key
 
-__all__ = ["Readable", "Spec", "again", "all_settings", "as_text", "check_extends", "check_name", "plan", "threads_for"]
+__all__ = [
+    "Readable",
+    "Spec",
+    "again",
+    "all_settings",
+    "as_text",
+    "check_extends",
+    "check_name",
+    "plan",
+    "threads_for",
+    "workers_for",
+]
+
+MOST_WORKERS = 8  # where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -210,7 +223,20 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
+def workers_for(accelerator: str, devices: int, trials: int) -> int:
+    """As many workers as there are GPUs to give to so many trials, or else cores, within reason."""
+    import torch
+
+    if devices > 1:
+        return 1
+    on_gpu = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+    return max(1, min(torch.cuda.device_count() if on_gpu else _cores(), MOST_WORKERS, trials))
+
+
 def threads_for(workers: int) -> int:
     """Threads of each of so many workers on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // workers)
+    return max(1, _cores() // workers)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

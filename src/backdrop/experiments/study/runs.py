@@ -18,7 +18,7 @@ from backdrop.experiments.settings import build
 from backdrop.experiments.study import live, lookup
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for
+from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for, workers_for
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
@@ -55,7 +55,7 @@ def run(
     place: Place,
     options: Options,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     retry: bool = False,
 ) -> bool:
     """Runs the points of a grid that are missing; whether any failed.
@@ -67,21 +67,22 @@ def run(
         seeds: as `plan` takes them.
         place: of the study.
         options: how to run trials.
-        workers: processes that work at the same time.
+        workers: processes that work at the same time; None for what suits this machine.
         retry: run failed trials once more.
     """
 
     def planned(*more: str) -> tuple[Spec, list[dict[str, Any]]]:
         spec, points = plan(task, preset, [*overrides, *more], seeds=seeds)
-        return replace(spec, threads=threads_for(workers)), points
+        return replace(spec, threads=threads_for(workers or 1)), points
 
     spec, points = planned()
+    workers = workers or workers_for(options.accelerator, options.devices, len(points))
     name = place.called(spec)
     home = place.folder / name
     if not lookup.has_optuna():
         if place.storage is not None or (home / JOURNAL).exists():
             raise RuntimeError(f"{'--storage' if place.storage else home / JOURNAL} {NEEDS}")
-        stored = PlainStudy(home).spec if (home / SPEC).exists() else None
+        workers, stored = 1, PlainStudy(home).spec if (home / SPEC).exists() else None
         return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)))
     with _opened(place, home) as storage:
         with storage.exclusive():
@@ -104,12 +105,13 @@ def tune(
     place: Place,
     options: Options,
     *,
-    workers: int = 1,
+    workers: int | None = None,
     retry: bool = False,
 ) -> bool:
     """Runs the trials of a search that are missing; whether any failed. Arguments as for `run`."""
     if not lookup.has_optuna():
         raise RuntimeError(f"tune {NEEDS}")
+    workers = workers or workers_for(options.accelerator, options.devices, trials)
     spec = replace(search.plan_search(task, preset, overrides, seed=seed), threads=threads_for(workers))
     name = place.called(spec)
     home = place.folder / name
@@ -127,7 +129,9 @@ def tune(
         return failed
 
 
-def join(place: Place, options: Options, *, workers: int = 1, task: str | None = None, wait: bool = True) -> None:
+def join(
+    place: Place, options: Options, *, workers: int | None = None, task: str | None = None, wait: bool = True
+) -> None:
     """Works on a study that is there."""
     if not lookup.has_optuna():
         raise RuntimeError(f"a worker {NEEDS}")
@@ -138,6 +142,8 @@ def join(place: Place, options: Options, *, workers: int = 1, task: str | None =
     with open_storage(place.storage or home / JOURNAL) as storage:
         study = Study(storage, name)
         study.spec.find_task(task)  # before workers are started to find that it is wrong
+        waiting = live.counts(study.records())["waiting"]
+        workers = workers or workers_for(options.accelerator, options.devices, waiting)
         _work(study, home, options, workers, task=task, wait=wait)
         _say(f"{name}: {_counted(study)}")
 
@@ -231,6 +237,7 @@ def _finish(study: Readable, home: Path, storage: str | None) -> bool:
     kind, records, console = study.spec.find_task(), study.records(), Console()
     if any(record.metrics for record in records):
         console.print(live.results_table(kind, study.spec, records))
+        console.print(live.result(kind, records))
     if failed := live.failures_table(kind, records):
         console.print(failed)
     words = ["backdrop", "report", study.name, *(["--storage", storage] if storage else [])]
