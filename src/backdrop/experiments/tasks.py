@@ -83,9 +83,10 @@ class GP(Classification):
                 "epochs": 5,
                 "evaluations": 1,
                 "lr": 3e-3,
+                "exact": True,
             },
-            [{"p_small": 0.0, "p_large": 0.0}, {"p_small": 0.98, "p_large": 0.75}],
-            seeds=8,
+            [{"p_small": 0.0, "p_large": 0.0}, {"p_small": 0.95, "p_large": 0.75}],
+            seeds=12,
         ),
         "paper": Preset(
             {"batch_size": 4, "passes": 20, "epochs": 20},
