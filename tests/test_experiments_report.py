@@ -20,6 +20,7 @@ from PIL import Image
 import made_up
 from backdrop.experiments.report import headline
 from backdrop.experiments.report import write as report
+from backdrop.experiments.report.figures import pictures
 from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.write import write_report
@@ -146,6 +147,25 @@ def test_pictures_say_what_is_seen():
     assert evaluation.startswith("test loss over epochs, 8 configurations.")
     assert f"batch size 16, no masks {standard.fmean(ends):.3f};" in evaluation
     assert f"batch size 16, no masks {standard.fmean([1 / 3 + 0.01 * seed for seed in range(5)]):.3f};" in training
+
+
+def test_two_configurations_are_compared_seed_by_seed():
+    rows = [GP_TABLE[0], next(row for row in GP_TABLE if row[:2] == (0.99, 0.94))]
+    records = made_up.gp(seeds=5, rows=rows)
+    worse = next(r for r in records if r.settings["p_small"] and r.settings["seed"] == 3)
+    worse.metrics["accuracy"] = 1.0
+    missing = [r for r in records if r.settings["p_small"] or r.settings["seed"] != 4]
+    (picture,) = pictures(Results(GP, missing))
+    assert picture.name == "by-seed"
+    assert "3 of 4 seeds are better with masks" in picture.alt  # the seed in one arm alone drops out
+    lines = picture.figure.axes[0].lines
+    assert len(lines) == 5
+    means = [
+        [r.metrics["accuracy"] for r in missing if r.settings["p_small"] == p and r.settings["seed"] < 4]
+        for p in (0, 0.99)
+    ]
+    assert list(lines[-1].get_ydata()) == pytest.approx([sum(part) / 4 for part in means])
+    assert [picture.name for picture in pictures(Results(GP, made_up.gp(seeds=5)))] != ["by-seed"]
 
 
 def test_own_tasks_have_tables_and_pictures():

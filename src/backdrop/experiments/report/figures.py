@@ -11,6 +11,7 @@ from typing import Any
 from backdrop.experiments.report import drawing, wording
 from backdrop.experiments.report.curves import last_value
 from backdrop.experiments.report.drawing import MARKERS, MUTED, PALETTE, Line, Picture
+from backdrop.experiments.report.pairs import by_seed
 from backdrop.experiments.report.paper_results import GP_TABLE, TableRow
 from backdrop.experiments.report.statistics import Configuration, Estimate, Results
 
@@ -34,9 +35,11 @@ def pictures(results: Results) -> list[Picture]:
 
 
 def _any_task(results: Results) -> list[Picture]:
-    """The main metric against p, as a heat map for two masks; else configuration by configuration."""
+    """Two configurations seed by seed; more against p, with two masks as a heat map too; else a row for each."""
     name = wording.metric_name(results.task.metric)
-    found = []
+    found = by_seed(results)
+    if found:
+        return found
     if results.masks:
         found += _against_p(results, results.estimate, "metric", name)
     if len(results.masks) == 2:
