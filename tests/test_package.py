@@ -1,5 +1,6 @@
 """The package as a user meets it: its imports, its documentation, its example."""
 
+import csv
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import backdrop
+from backdrop.experiments.tasks import TASKS
 from backdrop.functional import draw_mask
 
 ROOT = Path(__file__).parent.parent
@@ -125,6 +127,43 @@ def test_the_page_on_textures_shows_the_measured_figures(monkeypatch):
                 memory, rate = gauss and kind == "memory", gauss and kind == "rates"
                 if row.get("library") == "GSTools" or (device == "cpu" and (alone or memory)) or rate:
                     assert f"| {cells[-1]} |" in readme
+
+
+def quick_results(task):
+    """The configurations of a quick study, as `backdrop report TASK-quick --format csv` writes them."""
+    with (ROOT / "results" / "quick" / f"{task}-configurations.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_demo_shows_the_measured_figures():
+    control, masked = quick_results("gp")
+    rows = []
+    for row in (control, masked):
+        mean, sd, low, high = (float(row[f"accuracy {part}"]) for part in ("mean", "sd", "low", "high"))
+        rows.append(
+            f"| {float(row['p_small']):g} | {float(row['p_large']):g} | {mean:.1f} ± {sd:.1f} [{low:.1f} to {high:.1f}]"
+        )
+    gain, low, high = (float(masked[f"gain {part}"]) for part in ("mean", "low", "high"))
+    rows[1] += f" | {gain:+.1f} [{low:.1f} to {high:.1f}]"
+    assert low > 0
+    for page in ("README.md", "docs/experiments.md"):
+        for row in rows:
+            assert row in (ROOT / page).read_text()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_pages_show_what_the_quick_studies_gave(task):
+    kind, results = TASKS[task], quick_results(task)
+    (control,) = (row for row in results if not any(float(row[mask]) for mask in kind.masks))
+    digits = 1 if kind.metric == "accuracy" else 3
+    for masked in (row for row in results if row is not control):
+        masks = ", ".join(f"{mask} {float(masked[mask]):g}" for mask in kind.masks)
+        without, with_masks = (f"{float(row[f'{kind.metric} mean']):.{digits}f}" for row in (control, masked))
+        gain, low, high = (float(masked[f"gain {part}"]) for part in ("mean", "low", "high"))
+        shown = f"{gain:+.{digits}f} [{low:.{digits}f} to {high:.{digits}f}]"
+        line = f"| `{task}` | {masks} | {without} | {with_masks} | {shown} | {masked['gain n']} |"
+        for page in ("README.md", "docs/experiments.md"):
+            assert line in (ROOT / page).read_text()
 
 
 def test_the_example_over_many_processes_runs():
