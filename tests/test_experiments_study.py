@@ -634,6 +634,12 @@ def test_a_search_around_a_given_learning_rate():
     assert tune._spaces(spec)["keep p"] == (1 / 1000, 1.0)
 
 
+def test_a_search_looks_often_enough_to_prune():
+    assert tune.plan_search("gp", "quick", []).base["evaluations"] == 5  # once in the preset
+    assert tune.plan_search("gp", "paper", []).base["evaluations"] == 10
+    assert tune.plan_search("gp", "quick", ["evaluations=2"]).base["evaluations"] == 2
+
+
 def test_specifications_survive_their_storage(begun):
     stored = begun.storage.backend.get_study_user_attrs(begun._id)["spec"]
     assert begun.spec == plan(FILE, "quick", seeds="1")[0]

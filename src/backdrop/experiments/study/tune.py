@@ -29,6 +29,7 @@ __all__ = ["add_slots", "ask", "best", "choose", "plan_search", "run_command", "
 
 STARTUP = 8  # trials at random before TPE begins
 WEIGHT_DECAY = (1e-5, 0.3)
+EVALUATIONS = 5  # at least, of each trial: what is never looked at is never pruned
 
 
 def suggest_p(trial: BaseTrial, name: str, units: int) -> float:
@@ -56,6 +57,8 @@ def plan_search(task: str, preset: str, overrides: Sequence[str], *, seed: int =
         )
     values = {**kind.presets[preset].base, **{name: points[0][name] for name in named}}
     base = all_settings(kind, {**values, **dict.fromkeys(kind.masks, 0.0), "judge": "validation", "seed": seed})
+    if "evaluations" not in named:
+        base["evaluations"] = max(base["evaluations"], EVALUATIONS)
     units = kind(build(kind.Settings, base)).units()
     return dataclasses.replace(
         shared,
@@ -139,7 +142,8 @@ def run_command(study: str, spec: Spec, record: Record, *, seeds: int = 5, task:
     kind = spec.find_task()
     named = dict.fromkeys(name for point in kind.presets[spec.preset].grid for name in point)
     preset = all_settings(kind, kind.presets[spec.preset].base)
-    differ = [name for name, value in spec.base.items() if value != preset.get(name) and name not in ("judge", "seed")]
+    own = ("judge", "seed", "evaluations")  # of the search
+    differ = [name for name, value in spec.base.items() if value != preset.get(name) and name not in own]
     words = ["backdrop", "run", task or spec.task, "--preset", spec.preset, "--seeds", str(seeds)]
     words += ["--name", f"{study}-best"]
     for name in dict.fromkeys([*spec.varied, *named, *differ]):
