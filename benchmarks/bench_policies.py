@@ -24,10 +24,10 @@ from rich.table import Table
 from torch import nn
 
 from backdrop import Backdrop2d, skip_blocked
+from backdrop.experiments import models
 from backdrop.skip import cost
 from backdrop.textures import PAPER_WEIGHTS, Texture, TextureDataset
 from bench_layer import machine
-from bench_skip import gp_network
 
 cost.pays = lambda spent, saved: spent < 4 * saved  # windows in the fine stage, whether or not they save time here
 
@@ -52,7 +52,7 @@ def network(seed, p, device):
     """The GP network with a fine and a coarse mask, or with none where p is 0."""
     torch.manual_seed(seed)
     small, large = Backdrop2d(p, exact=True), Backdrop2d(COARSE_P if p else 0.0, exact=True)
-    return gp_network(nn.BatchNorm2d, small, large).to(device)
+    return models.gp_network(small, large, padded=True).to(device)
 
 
 def epoch_orders(count, seed, device):

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from backdrop import Backdrop, Backdrop2d, skip_blocked
+from backdrop.experiments import models
 from bench_layer import machine, peak_bytes
 
 GOALS = {  # case: (times faster than plain, memory over plain's, memory over that of the forward pass)
@@ -42,45 +43,13 @@ GOALS = {  # case: (times faster than plain, memory over plain's, memory over th
 }
 AT_LEAST = 3  # seconds for a case: short steps take more rounds
 SEGMENTS = 5  # of the checkpointed model: about the square root of its layers
-NORMS = {"BatchNorm": nn.BatchNorm2d, "GroupNorm": lambda channels: nn.GroupNorm(8, channels), "no norm": None}
-
-
-def conv(inputs, outputs, norm, stride=1, padding=1):
-    layers = [nn.Conv2d(inputs, outputs, 3, stride, padding), nn.ReLU()]
-    return layers if norm is None else [*layers, norm(outputs)]
-
-
-def all_cnn(norm, mask):
-    """The paper's network for CIFAR-10: a 6 x 6 map of scores, and its mean (table 1, right)."""
-    features = [
-        *conv(3, 96, norm),
-        *conv(96, 96, norm),
-        *conv(96, 96, norm, stride=2),
-        *conv(96, 192, norm),
-        *conv(192, 192, norm),
-        *conv(192, 192, norm, stride=2),
-        *conv(192, 192, norm, padding=0),
-        *conv(192, 192, norm),
-        nn.Conv2d(192, 10, 3, padding=1),
-    ]
-    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), mask)
-
-
-def gp_network(norm, small, large):
-    """The paper's network for two-scale textures, with a mask for each scale (table 1, middle)."""
-
-    def block(inputs):
-        return [*conv(inputs, 64, norm), *conv(64, 64, norm), nn.MaxPool2d(3, 2, 1)]
-
-    fine = [*block(1), *block(64), *block(64), *block(64), small]
-    coarse = [*block(64), *block(64), *block(64), *conv(64, 64, norm), nn.Conv2d(64, 4, 3, padding=1), large]
-    return nn.Sequential(*fine, *coarse, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+NORMS = {"BatchNorm": "batch", "GroupNorm": "group", "no norm": "none"}
 
 
 def all_cnn_case(norm, images, p, device):
     policy = "sampled" if norm == "BatchNorm" else "exact"
     name = f"All-CNN, {norm}{' sampled' if policy == 'sampled' else ''}, {images} images, p={p:g}, {device}"
-    model, x = all_cnn(NORMS[norm], Backdrop(p, exact=True)), torch.randn(images, 3, 32, 32)
+    model, x = models.all_cnn(after=Backdrop(p, exact=True), norm=NORMS[norm]), torch.randn(images, 3, 32, 32)
     return {"case": name, "network": f"All-CNN, {norm}", "p": p, "size": 32}, model, x, policy
 
 
@@ -88,7 +57,7 @@ def gp_case(images, size, p, device, exact=True):
     small, large = (Backdrop2d(value, exact=exact) for value in p)
     drawn = "" if exact else ", Bernoulli"
     name = f"GP, BatchNorm sampled, {images} x {size}^2, p=({p[0]:g}, {p[1]:g}){drawn}, {device}"
-    model, x = gp_network(nn.BatchNorm2d, small, large), torch.randn(images, 1, size, size)
+    model, x = models.gp_network(small, large, padded=True), torch.randn(images, 1, size, size)
     return {"case": name, "network": f"GP{drawn}", "p": p[0], "size": size}, model, x, "sampled"
 
 
