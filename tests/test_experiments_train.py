@@ -274,6 +274,8 @@ def one_epoch(fabric, settings, folder):
     state = training._state()
     if fabric.global_rank == 0:
         checkpoint.save(Path(folder) / "checkpoint.pt", state)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_diverge_as_one(tmp_path):

@@ -135,9 +135,12 @@ def _train_in_process(
         kind = find_task(where)
         task = kind(kind.Settings(**settings), data_root=data_root)
         try:
-            return _Training(fabric, task, Path(folder), Options(**options)).run(None)
+            result = _Training(fabric, task, Path(folder), Options(**options)).run(None)
         except Diverged as error:  # on all processes alike
-            return {"diverged": str(error)}
+            result = {"diverged": str(error)}
+    dist.barrier()  # so that none leaves while others wait for its part
+    dist.destroy_process_group()  # threads of a group that is still there may abort a process that ends
+    return result
 
 
 @contextmanager
