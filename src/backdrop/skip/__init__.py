@@ -24,11 +24,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from backdrop._inserted import inserted_mask, unhook
 from backdrop.layers import Backdrop
-from backdrop.skip import samples
+from backdrop.skip import graph, samples
 from backdrop.skip.program import Programs, untraceable
 from backdrop.skip.report import Report
-from backdrop.skip.statistics import STATISTICS, Statistics
+from backdrop.skip.statistics import Statistics, check_statistics
 
 __all__ = ["Report", "Skip", "skip_blocked"]
 
@@ -68,7 +69,7 @@ class Skip(nn.Module):
             raise TypeError(f"module has to be a torch.nn.Module, but got {type(module).__name__}")
         if not isinstance(mask, Backdrop):
             raise TypeError(f"mask has to be a Backdrop layer, but got {type(mask).__name__}")
-        _check_statistics(statistics)
+        check_statistics(statistics)
         self.module = module
         self.mask = mask
         self.statistics = statistics
@@ -100,7 +101,7 @@ def skip_blocked(model: nn.Module, *, statistics: Statistics = "exact") -> nn.Mo
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has to be a torch.nn.Module, but got {type(model).__name__}")
-    _check_statistics(statistics)
+    check_statistics(statistics)
     if isinstance(model, (Backdrop, Skip)):
         raise ValueError(f"model has to hold a Backdrop layer and what lies before it, but got {type(model).__name__}")
     if not any(isinstance(module, Backdrop) for module in model.modules()):
@@ -118,12 +119,10 @@ def _convert(module: nn.Module, path: str, policy: Statistics, report: Report) -
     if isinstance(module, (Backdrop, Skip)) or not any(isinstance(m, Backdrop) for m in module.modules()):
         return False
     if untraceable(module) is None:
+        if inserted_mask(module) is not None:  # what follows the module cannot be followed, so it runs the mask itself
+            unhook(module)
+            setattr(module, graph.ENDS_IN_MASK, True)
         module.forward = Programs(module, path, policy, report)
         return True
     found = [_convert(child, f"{path}{name}.", policy, report) for name, child in module.named_children()]
     return any(found)
-
-
-def _check_statistics(statistics: Statistics) -> None:
-    if statistics not in STATISTICS:
-        raise ValueError(f"statistics has to be one of {', '.join(map(repr, STATISTICS))}, but got {statistics!r}")

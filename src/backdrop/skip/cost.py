@@ -25,10 +25,11 @@ class Rates(NamedTuple):
     window_call: float  # the same on windows
     windows: float  # the time of the same work on windows over that on the whole map
     overlap: bool  # whether the device works while the host makes calls
+    maps: tuple[float, float]  # as large as the largest there is, that a pass needs to work: with gradients, without
 
 
-CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False)
-GPU = Rates(6e13, 5e11, 2.2e-4, 2e-4, 4e-4, 0.65, overlap=True)
+CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False, maps=(2.0, 3.0))
+GPU = Rates(6e13, 5e11, 2.2e-4, 2e-4, 4e-4, 0.65, overlap=True, maps=(0.5, 4.0))
 NORM = 4  # a layer with batch statistics goes over its input several times, which takes as long as so many others
 MARGIN = 1.1  # skipping has to promise to be so many times faster
 
@@ -78,6 +79,11 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(sum, zip(*costs, strict=True)))
 
 
+def working(device: torch.device, largest: float, *, gradients: bool) -> float:
+    """Numbers in memory while a pass is computed, from those of its largest map, beside what it keeps."""
+    return _rates(device).maps[0 if gradients else 1] * largest
+
+
 def pays(spent: float, saved: float) -> bool:
     """Whether to skip, from the seconds it would take and those it would save."""
     return MARGIN * spent < saved
@@ -95,7 +101,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if not func.is_view and func.namespace != "prim":  # which is bookkeeping of fake tensors
             count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
             numbers = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))

@@ -7,6 +7,7 @@ torch.fx cannot follow stays one call.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from backdrop._inserted import HOOKS, NAME, has_other_hooks, inserted_mask
 from backdrop.layers import Backdrop
 
 OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -24,6 +26,7 @@ OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+ENDS_IN_MASK = "_backdrop_ends_in_mask"  # an attribute of modules whose own program runs the mask inserted behind them
 METADATA_METHODS = ("size", "dim", "numel", "ndimension")
 
 
@@ -38,7 +41,10 @@ class Stretch(NamedTuple):
 
 
 class _Tracer(fx.Tracer):
-    """Follows every module it can; one that it cannot follow, or that has hooks, stays one call."""
+    """Follows every module it can; one that it cannot follow, or that has hooks, stays one call.
+
+    A mask that was inserted behind a module is a call of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,43 +52,60 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         skips = hasattr(m, "_backdrop_plain")
-        return isinstance(m, Backdrop) or skips or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+        return (
+            isinstance(m, Backdrop) or skips or has_other_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         last = next(iter(reversed(self.graph.nodes)))
         stack = self.module_stack.copy()
+        path = self.path_of_module(m)
         try:
-            return super().call_module(m, forward, args, kwargs)
+            out = super().call_module(m, forward, args, kwargs)
         except Exception as error:
             for node in reversed(self.graph.nodes):
                 if node is last:
                     break
                 self.graph.erase_node(node)
             self.module_stack = stack
-            path = self.path_of_module(m)
             self.reasons[path] = f"torch.fx cannot follow it ({type(error).__name__}: {str(error).splitlines()[0]})"
-            return self.create_proxy("call_module", path, args, kwargs)
+            out = self.create_proxy("call_module", path, args, kwargs)
+        if not isinstance(out, fx.Proxy):
+            return out
+        out.node.meta.setdefault("outputs_of", []).append(path)
+        if out.node.op == "call_module" and out.node.target == path:  # else its hook was followed like its calls
+            for hook in m._forward_hooks.values():
+                out = hook(m, args, out) if hook in HOOKS else out
+        return out
 
 
 def trace(root: nn.Module, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, str]]:
     """The calls that `root` makes, and why some modules could not be followed."""
     tracer = _Tracer()
     tracer.traced_func_name = _plain_name(root)
-    return tracer.trace(root, dict(constants) or None), tracer.reasons
+    calls = tracer.trace(root, dict(constants) or None)
+    if ENDS_IN_MASK in root.__dict__:
+        output = calls.output_node()
+        with calls.inserting_before(output):
+            output.args = (calls.call_module(NAME, output.args),)
+    return calls, tracer.reasons
 
 
 def plain(root: nn.Module) -> Callable[..., Any]:
     """What a module does by itself."""
-    return getattr(type(root), _plain_name(root)).__get__(root)  # type: ignore[no-any-return]
+    forward: Callable[..., Any] = getattr(type(root), _plain_name(root)).__get__(root)
+    if ENDS_IN_MASK not in root.__dict__:
+        return forward
+
+    @functools.wraps(forward)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        return root._modules[NAME](forward(*args, **kwargs))  # type: ignore[misc]
+
+    return both
 
 
 def _plain_name(root: nn.Module) -> str:
     return "_backdrop_plain" if hasattr(type(root), "_backdrop_plain") else "forward"
-
-
-def has_hooks(module: nn.Module) -> bool:
-    before, behind = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or behind or module._backward_hooks or module._backward_pre_hooks)
 
 
 def overwrites_shared(root: nn.Module, node: fx.Node) -> bool:
@@ -105,7 +128,7 @@ def attribute(root: nn.Module, path: str) -> Any:
 def call(root: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any], in_place: bool = False) -> Any:
     args, kwargs = arguments(node, values)
     if in_place and node.op == "call_module":
-        return attribute(root, str(node.target))(*args, **kwargs)
+        return _alone(attribute(root, str(node.target)))(*args, **kwargs)
     return invoke(root, node, args, kwargs)
 
 
@@ -113,7 +136,7 @@ def invoke(root: nn.Module, node: fx.Node, args: Sequence[Any], kwargs: Mapping[
     """Do what one node says, out of place: a stretch needs its input again."""
     target: Any = node.target
     if node.op == "call_module":
-        return out_of_place(attribute(root, target))(*args, **kwargs)
+        return _alone(out_of_place(attribute(root, target)))(*args, **kwargs)
     if node.op == "call_function":
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
@@ -126,7 +149,7 @@ def invoke(root: nn.Module, node: fx.Node, args: Sequence[Any], kwargs: Mapping[
 def prepare(root: nn.Module, node: fx.Node) -> Callable[[Mapping[fx.Node, Any]], Any]:
     """`call` for one node with everything looked up in advance: calls are many, and some are short."""
     if node.op == "call_module" and len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs:
-        layer, source = out_of_place(attribute(root, str(node.target))), node.args[0]
+        layer, source = _alone(out_of_place(attribute(root, str(node.target)))), node.args[0]
         return lambda values: layer(values[source])
     return lambda values: call(root, node, values)
 
@@ -144,6 +167,11 @@ def out_of_place(module: nn.Module) -> nn.Module:
     twin = module.__new__(type(module))
     twin.__dict__ = {**module.__dict__, "inplace": False}
     return twin
+
+
+def _alone(module: nn.Module) -> Callable[..., Any]:
+    """A module without the mask that was inserted behind it, which is a node of its own."""
+    return module if inserted_mask(module) is None else module.forward
 
 
 def drops(reads: Mapping[fx.Node, Iterable[fx.Node]], keep: fx.Node) -> dict[fx.Node, list[fx.Node]]:

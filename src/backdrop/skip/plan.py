@@ -81,12 +81,16 @@ class Plan:
         shape, box = self.shapes[self.stretch.exit], self.boxes[self.stretch.exit]
         return shape[0] * math.prod(-(-shape[axis] // step) for axis, step in zip(box.axes, box.step, strict=True))
 
+    def share(self, node: fx.Node, windows: int) -> float:
+        """The numbers in so many windows of a value over those of the whole map."""
+        shape, box = self.shapes[node], self.boxes[node]
+        return windows * math.prod(box.size) / (shape[0] * math.prod(shape[axis] for axis in box.axes))
+
     def cost(self, node: fx.Node, windows: int | None = None) -> cost.Cost:
         """Of one step on the whole map, or on so many windows."""
-        shape, box = self.shapes[node], self.boxes[node]
-        numbers: float = math.prod(shape)
+        numbers: float = math.prod(self.shapes[node])
         if windows is not None:
-            numbers *= windows * math.prod(box.size) / (shape[0] * math.prod(shape[axis] for axis in box.axes))
+            numbers *= self.share(node, windows)
         step = self.steps[node]
         return cost.Cost(1, numbers * step.multiplications, numbers * (cost.NORM if step.moments else 1))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from backdrop._inserted import has_other_hooks
 from backdrop.layers import Backdrop
 from backdrop.skip import graph, rules, samples, statistics, stretches, tree
 from backdrop.skip.plan import make_plan
@@ -128,7 +129,7 @@ class State:
     def _look(self) -> tuple[list[Any], ...]:
         children: list[Any] = [list(m._modules.values()) for m in self.containers]
         modes = [m.training for m in self.modules]
-        hooks = [graph.has_hooks(m) for m in self.modules]
+        hooks = [has_other_hooks(m) for m in self.modules]
         return children, modes, hooks, [m.p for m in self.dropouts]
 
 
@@ -209,11 +210,14 @@ class Program:
             for entry in self.entries:  # a pass for the shapes on one process would wait for the others
                 entry.last = "plain: SyncBatchNorm couples the samples of all processes"
             return Plan()
-        by_samples = [_drops_samples(self._layer(stretch.mask)) for stretch in self.stretches]
-        shapes = {} if all(by_samples) else graph.shapes(self.root, self.graph, inputs)
+        by_samples = all(_drops_samples(self._layer(stretch.mask)) for stretch in self.stretches)
+        return self.plan({} if by_samples else graph.shapes(self.root, self.graph, inputs))
+
+    def plan(self, shapes: dict[fx.Node, torch.Size]) -> Plan:
+        """What to skip where values have these shapes; those before masks that drop samples need not be known."""
         plan = Plan()
         inside: set[fx.Node] = set()
-        for stretch, entry, whole in zip(self.stretches, self.entries, by_samples, strict=True):
+        for stretch, entry in zip(self.stretches, self.entries, strict=True):
             mask = self._layer(stretch.mask)
             assert isinstance(mask, Backdrop)
             entry.kept.clear()
@@ -223,7 +227,7 @@ class Program:
             if self._is_overtaken(stretch):
                 entry.last = "plain: something else is changed in place while it runs"
                 continue
-            if whole or _drops_samples(mask, len(shapes[stretch.exit])):
+            if _drops_samples(mask) or _drops_samples(mask, len(shapes[stretch.exit])):
                 run, owned = self._skip_samples(stretch, mask, entry)
             else:
                 run, owned = self._skip_positions(stretch, mask, entry, shapes)

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from backdrop._inserted import has_other_hooks
 from backdrop.skip import graph, statistics
 
 Axes: TypeAlias = tuple[int, ...]  # the masked axes of a value, in the order of the mask's
@@ -94,7 +95,7 @@ def find(call: Call) -> Step:
     if any(source not in call.shapes and source not in call.constants for source in node.all_input_nodes):
         raise UnsupportedError("it takes something from another call that is not a tensor")
     if call.layer is not None:
-        if graph.has_hooks(call.layer):
+        if has_other_hooks(call.layer):
             raise UnsupportedError("it has hooks, which would not run on windows")
         if any(True for _ in getattr(call.layer, "parametrizations", nn.Module()).buffers()):
             raise UnsupportedError("its parameters are computed anew, and change, each time they are used")

@@ -31,6 +31,16 @@ class Split(NamedTuple):
     weight: Tensor  # of the kept rows; zero at those that are there for their number alone
 
 
+class Spent(NamedTuple):
+    """A step on some samples, by the cost model."""
+
+    kept: float  # samples with gradients
+    parts: int  # in which the others run
+    step: float  # seconds of a plain step
+    skipped: float  # seconds where the others run without gradients
+    why: str  # it stays plain, if so
+
+
 class Samples:
     """A function of samples, the layers in it, and the mask behind it.
 
@@ -87,15 +97,15 @@ class Samples:
         if self.last is None:
             return ""
         known, rows = self.last
-        if isinstance(known, str):
-            return known
-        if rows.number < 2:
-            return "plain: there is one sample"
+        return known if isinstance(known, str) else self.spent(known, rows).why
+
+    def spent(self, known: cost.Cost, rows: Rows) -> Spent:
+        """What a step takes by the cost model, from what a pass costs."""
         kept = max(1.0, rows.number * (1 - float(self.mask.p)))
-        skipped = known.step_of_some(rows.device, kept / rows.number, self._number_of_parts(rows.number - kept, kept))
-        if cost.pays(skipped, known.step(rows.device)):
-            return ""
-        return f"plain: running all {rows.number} samples with gradients is faster"
+        parts = self._number_of_parts(rows.number - kept, kept)
+        skipped, step = known.step_of_some(rows.device, kept / rows.number, parts), known.step(rows.device)
+        why = "" if cost.pays(skipped, step) else f"plain: running all {rows.number} samples with gradients is faster"
+        return Spent(kept, parts, step, skipped, "plain: there is one sample" if rows.number < 2 else why)
 
     def _split(self, rows: Rows) -> Split:
         weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=torch.float64))

@@ -29,6 +29,11 @@ Statistics: TypeAlias = Literal["exact", "sampled", "frozen"]
 STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen")
 
 
+def check_statistics(statistics: Statistics) -> None:
+    if statistics not in STATISTICS:
+        raise ValueError(f"statistics has to be one of {', '.join(map(repr, STATISTICS))}, but got {statistics!r}")
+
+
 def uses_batch_statistics(module: nn.Module) -> bool:
     if not isinstance(module, (_BatchNorm, _InstanceNorm)):
         return False

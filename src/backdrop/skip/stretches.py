@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +15,23 @@ from backdrop.layers import Backdrop
 from backdrop.skip import cost, graph, replay, samples, statistics
 from backdrop.skip.plan import Plan
 from backdrop.skip.report import Entry
+
+
+class Estimate(NamedTuple):
+    """What a step of a stretch takes by the cost model, plain and skipped: seconds, and numbers in memory at once."""
+
+    plain_time: float
+    skip_time: float
+    plain_memory: float
+    skip_memory: float
+    stays_plain: str  # why, if so
+
+
+class Pass(NamedTuple):
+    """A plain forward pass: what it costs, and how many numbers (of 4 bytes) it keeps for the backward pass."""
+
+    cost: cost.Cost
+    kept: float
 
 
 class Skipping(ABC):
@@ -37,6 +55,36 @@ class Skipping(ABC):
     @abstractmethod
     def stays_plain(self) -> bool:
         """Whether it is known in advance that nothing will be skipped; says so in the report."""
+
+    @abstractmethod
+    def estimate(self, shapes: Mapping[fx.Node, torch.Size], device: torch.device) -> Estimate:
+        """What a step would take with values of these shapes."""
+
+    def _pass(self, shapes: Mapping[fx.Node, torch.Size]) -> Pass:
+        """A plain pass, looked at without computing it."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        kept: dict[int, float] = {}
+        parameters = self.parameters()
+
+        def keep(saved: Tensor) -> Tensor:
+            if not any(saved is parameter for parameter in parameters):
+                storage = saved.untyped_storage()
+                kept[storage._cdata] = storage.nbytes() / 4
+            return saved
+
+        like = next(iter(parameters), torch.empty(()))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            values = [
+                torch.empty(shapes[node], dtype=like.dtype, device=like.device, requires_grad=True)
+                for node in self.stretch.entries
+            ]
+            with torch.no_grad(), cost.Meter() as meter:
+                graph.run(self.stretch, values)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+                out = graph.run(self.stretch, values)  # noqa: F841  # alive, as all that it keeps
+        counted: cost.Cost = meter.cost
+        return Pass(counted, sum(kept.values()))
 
     def parameters(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
         """The parameters of the stretch as they are now, and where each of them lives."""
@@ -83,11 +131,29 @@ class PositionSkip(Skipping):
         return bool(self.decided[1])
 
     def _plain_because(self, p: float, device: torch.device) -> str:
-        kept = max(1.0, self.plan.units() * (1 - p))
-        saved, spent = self.dense.backward(device), self.window.windows(device, kept)
+        saved, spent = self.dense.backward(device), self.window.windows(device, self._kept(p))
         if cost.pays(spent, saved):
             return ""
         return f"plain: windows would cost {spent / saved:.2f} times the dense backward pass"
+
+    def _kept(self, p: float) -> float:
+        return max(1.0, self.plan.units() * (1 - p))
+
+    def estimate(self, shapes: Mapping[fx.Node, torch.Size], device: torch.device) -> Estimate:
+        p = float(self.mask.p)
+        step, saved, kept = self.dense.step(device), self.dense.backward(device), self._kept(p)
+        largest = max(math.prod(shapes[node]) for node in self.plan.steps)
+        windows = kept * sum(math.prod(shapes[node]) * self.plan.share(node, 1) for node in self.plan.steps)
+        if not (self.plan.coupled and self.policy == "sampled"):
+            windows = min(windows, 2 * largest)  # in parts, see replay.py
+        given = sum(math.prod(shapes[node]) for node in self.stretch.entries)
+        return Estimate(
+            step,
+            step - saved + self.window.windows(device, kept),
+            self._pass(shapes).kept + cost.working(device, largest, gradients=True),
+            given + max(cost.working(device, largest, gradients=False), windows),
+            self._plain_because(p, device),
+        )
 
     def run(self, values: list[Any]) -> Any:
         if self.device != values[0].device:
@@ -122,6 +188,29 @@ class SampleSkip(Skipping):
     def run(self, values: list[Any]) -> Any:
         out, self.entry.last = self.samples(*values)
         return out
+
+    def estimate(self, shapes: Mapping[fx.Node, torch.Size], device: torch.device) -> Estimate:
+        rows = samples.Rows(shapes[self.stretch.exit][0], device)
+        passed = self._pass(shapes)
+        calls, multiplications, numbers = passed.cost
+        if device.type == "cuda":  # see graph.lean
+            fused = [node for node in self.stretch.calls if node not in self.lean.calls]
+            calls, numbers = calls - len(fused), numbers - sum(math.prod(shapes[node]) for node in fused)
+        spent = self.samples.spent(cost.Cost(calls, multiplications, numbers), rows)
+        kept, part = spent.kept / rows.number, (1 - spent.kept / rows.number) / spent.parts
+        largest = max(math.prod(shapes[node]) for node in self.stretch.calls if node in shapes)
+        ends = sum(math.prod(shapes[node]) for node in (*self.stretch.entries, self.stretch.exit))
+        rest = part * cost.working(device, largest, gradients=False)
+        if self.samples.norms:  # all parts are there at once
+            rest = rest * spent.parts + kept * passed.kept
+        some = kept * (passed.kept + cost.working(device, largest, gradients=True))
+        return Estimate(
+            spent.step,
+            spent.skipped,
+            passed.kept + cost.working(device, largest, gradients=True),
+            ends + max(rest, some),
+            spent.why,
+        )
 
     def _function(self, *values: Any) -> Any:
         return graph.run(self.stretch if torch.is_grad_enabled() else self.lean, values)

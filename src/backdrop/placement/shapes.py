@@ -1,0 +1,132 @@
+"""A model as a graph of calls with the shapes of their results, found without computing anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from backdrop._checks import check_int
+from backdrop.skip import graph
+
+__all__ = ["Traced", "as_value_error", "check_model", "mode", "name_of", "shapes_of", "traced"]
+
+
+class Traced(NamedTuple):
+    """The calls of a model on an input of one shape."""
+
+    graph: fx.Graph
+    shapes: dict[fx.Node, torch.Size]  # of the results that are tensors
+    reasons: dict[str, str]  # why modules, by their paths, could not be followed and stay one call
+
+
+def check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model has to be a torch.nn.Module, but got {type(model).__name__}")
+
+
+def traced(model: nn.Module, input_shape: Sequence[int]) -> Traced:
+    """Follow a model that takes one tensor of this shape; the model is as before afterwards."""
+    check_model(model)
+    with mode(model, training=False), as_value_error(model):
+        calls, reasons = graph.trace(model, {})
+    return Traced(calls, shapes_of(model, calls, input_shape), reasons)
+
+
+@contextmanager
+def as_value_error(model: nn.Module) -> Iterator[None]:
+    """Say what to do about a model that torch.fx cannot follow."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"torch.fx cannot follow the forward of {type(model).__name__} ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); give the part of it that holds the layers"
+        ) from error
+
+
+def name_of(node: fx.Node) -> str:
+    """The dotted path of the layer, or of the module that makes the call, and the call; unique in a graph."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if node.op == "call_module":
+        name = str(node.target)
+    else:
+        owner = f"{stack[-1][0]}." if stack and stack[-1][0] else ""
+        name = f"{owner}{getattr(node.target, '__name__', node.target)}"
+    earlier = 0
+    for other in node.graph.nodes:
+        if other is node:
+            break
+        earlier += other.op == node.op and other.target == node.target and _stack(other) == _stack(node)
+    return f"{name} ({earlier + 1})" if earlier else name
+
+
+def _stack(node: fx.Node) -> list[Any]:
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
+def shapes_of(model: nn.Module, calls: fx.Graph, input_shape: Sequence[int]) -> dict[fx.Node, torch.Size]:
+    """The shapes of all results that are tensors, from a run on tensors that hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shape = _check_input_shape(input_shape)
+    inputs = sum(node.op == "placeholder" and not node.args for node in calls.nodes)
+    if inputs != 1:
+        raise ValueError(f"model has to take one tensor, but {type(model).__name__} takes {inputs}; wrap it")
+    first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    found: dict[fx.Node, torch.Size] = {}
+    values: dict[fx.Node, Any] = {}
+    with mode(model, training=False), torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        for node in calls.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                given = torch.empty(shape, dtype=first.dtype, device=first.device)
+                values[node] = node.args[0] if node.args else given
+            else:
+                try:
+                    values[node] = graph.call(model, node, values)
+                except Exception as error:
+                    raise ValueError(
+                        f"{type(model).__name__} cannot take an input of shape {tuple(shape)}: {name_of(node)} says: "
+                        f"{str(error).splitlines()[0]}"
+                    ) from error
+            if isinstance(values[node], Tensor):
+                found[node] = values[node].shape
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of torch about a shape that does not fit, which is an error that we raise."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _check_input_shape(input_shape: Sequence[int]) -> list[int]:
+    if isinstance(input_shape, (str, int)) or len(input_shape) < 2:
+        raise ValueError(
+            "input_shape has to be the shape of a batch, (samples, channels, positions...), such as (1, 3, 224, 224), "
+            f"but got {input_shape!r}"
+        )
+    return [check_int("input_shape", size, 1) for size in input_shape]
+
+
+@contextmanager
+def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """A model in one mode for a while. In evaluation no buffer changes and no random number is drawn."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, was in before:
+            module.training = was

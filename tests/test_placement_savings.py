@@ -1,0 +1,98 @@
+"""What Skip would save: the same decisions as Skip makes, and figures near what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from backdrop import Backdrop, Backdrop2d, skip_blocked
+from backdrop.experiments.models import all_cnn, gp_network
+from backdrop.placement.savings import savings
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+
+
+def gp(small, size=512):
+    masks = Backdrop2d(small, exact=True), Backdrop2d(0.94, exact=True)
+    return gp_network(*masks, padded=size < 1024)
+
+
+def measured(name, case):
+    (row,) = (row for row in json.loads((RESULTS / name).read_text())["rows"] if row["case"] == case)
+    return row["skip_ms"] / row["plain_ms"], row["skip_mb"] / row["plain_mb"]
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.75, 0.9, 0.97])
+def test_samples_against_the_benchmark(p):
+    time, memory = measured("skip-cpu.json", f"All-CNN, GroupNorm, 256 images, p={p}, cpu")
+    saving = savings(all_cnn(after=Backdrop(p), norm="group"), (256, 3, 32, 32))["27"]
+    assert saving.time == pytest.approx(time, abs=0.15)
+    assert saving.memory == pytest.approx(memory, abs=0.17)
+
+
+@pytest.mark.parametrize("p", [0.9, 0.97, 0.999])
+def test_positions_against_the_benchmark(p):
+    time, memory = measured("skip-cpu.json", f"GP, BatchNorm sampled, 1 x 512^2, p=({p}, 0.94), cpu")
+    saving = savings(gp(p), (1, 1, 512, 512), statistics="sampled")["28"]
+    assert saving.time == pytest.approx(time, abs=0.15)
+    assert saving.memory == pytest.approx(memory, abs=0.17)
+
+
+@pytest.mark.parametrize("p", [0.3, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("statistics", ["exact", "sampled"])
+def test_decisions_are_those_of_skip(p, statistics):
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, stride=2), nn.ReLU()]
+    masks = Backdrop2d(p, exact=True), Backdrop(p, exact=True)
+    ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)]
+    model = nn.Sequential(*layers, masks[0], *ends, masks[1])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = savings(model, (6, 1, 96, 96), statistics=statistics)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    fast = skip_blocked(model, statistics=statistics)
+    for _ in range(2):
+        fast(torch.randn(6, 1, 96, 96)).sum().backward()
+    assert found.keys() == {"5", "11"}
+    for entry in fast.skip_report:
+        assert entry.last.startswith("plain") == (found[entry.mask].time == 1.0)
+        if entry.last.startswith("plain"):
+            assert entry.last.removeprefix("plain: ") in found[entry.mask].note
+
+
+def test_notes():
+    model = gp(0.99)
+    exact = savings(model, (1, 1, 512, 512))["28"]
+    assert (exact.time, exact.memory) == (1.0, 1.0)
+    assert "not from 26 down: its batch statistics couple all" in exact.note
+    sampled = savings(model, (1, 1, 512, 512), statistics="sampled")["28"]
+    assert sampled.note == "skips 0 to 27, 28 calls"
+    assert savings(gp(0.0), (1, 1, 512, 512))["28"].note == "p is 0, so nothing is blocked"
+    assert savings(nn.Sequential(Backdrop(0.5), nn.Linear(2, 2)), (4, 2))["0"].note.startswith("its input comes from")
+
+
+def test_on_a_gpu_the_decisions_are_those_that_were_measured():
+    for p, skips in ((0.9, False), (0.95, False), (0.99, True), (0.999, True)):
+        saving = savings(gp(p, 1024), (4, 1, 1024, 1024), statistics="sampled", device="cuda")["28"]
+        time, memory = measured("skip-h200.json", f"GP, BatchNorm sampled, 4 x 1024^2, p=({p}, 0.94), cuda")
+        assert (saving.time < 1) == skips == (time < 0.95)
+        assert saving.memory == pytest.approx(memory, rel=0.1)
+
+
+def test_nothing_is_computed():
+    model = nn.Sequential(nn.Conv3d(1, 8, 3), Backdrop(0.9), nn.Flatten())
+    assert savings(model, (512, 1, 512, 512, 512))["1"].time < 1
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "settings", "message"),
+    [
+        (nn.Linear(2, 2), (3, 5), {}, r"Sequential cannot take an input of shape \(3, 5\): 0 says: "),
+        (nn.Linear(2, 2), (3, 2), {"statistics": "none"}, "statistics has to be one of"),
+        (nn.Bilinear(2, 2, 2), (3, 2), {}, "model has to take one tensor, but Bilinear takes 2"),
+        (nn.Linear(2, 2), 3, {}, "input_shape has to be the shape of a batch"),
+    ],
+)
+def test_refused(model, shape, settings, message):
+    with pytest.raises(ValueError, match=message):
+        savings(nn.Sequential(model, Backdrop(0.5)) if isinstance(model, nn.Linear) else model, shape, **settings)
