@@ -166,6 +166,19 @@ def test_the_pages_show_what_the_quick_studies_gave(task):
             assert line in (ROOT / page).read_text()
 
 
+def test_the_page_on_choosing_shows_what_is_printed():
+    page = (ROOT / "docs/choosing.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    names = {"__name__": "page"}
+    exec(code, names)
+    shape = (4, 1, 256, 256)
+    for words in (
+        backdrop.inspect(names["network"](), shape),
+        backdrop.suggest(names["network"](), shape, sizes=[16, 40]),
+    ):
+        assert f"```text\n{words}\n```" in page
+
+
 def test_the_example_over_many_processes_runs():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     example = [str(ROOT / "examples" / "02_auc_ddp.py"), "--steps=5"]

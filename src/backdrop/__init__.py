@@ -8,6 +8,7 @@ Backdrop2d(p=0.99, patch=4)
 from backdrop import functional, schedules
 from backdrop.functional import effective_batch_size
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
+from backdrop.placement import gradient_noise, insert, inspect, receptive_fields, remove, suggest
 from backdrop.skip import Skip, skip_blocked
 
 __all__ = [
@@ -18,7 +19,13 @@ __all__ = [
     "Skip",
     "effective_batch_size",
     "functional",
+    "gradient_noise",
+    "insert",
+    "inspect",
+    "receptive_fields",
+    "remove",
     "schedules",
     "skip_blocked",
+    "suggest",
 ]
 __version__ = "0.1.0"

@@ -183,6 +183,7 @@ def errors_in_red() -> Iterator[None]:
 
 
 def main() -> None:
-    import backdrop.experiments.commands  # noqa: F401  # adds the commands that run studies
+    import backdrop.experiments.commands  # adds the commands that run studies
+    import backdrop.placement.command  # noqa: F401  # adds the one that looks at models
 
     app()

@@ -1,1 +1,5 @@
 """The paper as runnable studies. Needs the extra: `pip install 'torch-backdrop[experiments]'`."""
+
+from backdrop.experiments.masks import tune_masks
+
+__all__ = ["tune_masks"]

@@ -1,5 +1,44 @@
-"""Where to put masks and how strong."""
+"""Where to put masks and how strong.
 
+The paper places masks where the receptive field matches the size of the structure (section 3.2). So can you:
+
+>>> from torch import nn
+>>> from backdrop import Backdrop2d, insert, suggest
+>>> layers = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, 2, 2), nn.ReLU()]
+>>> model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+>>> (found,) = suggest(model, (4, 1, 64, 64), sizes=[10])
+>>> found.after, found.p
+('4', (0.0, 0.84, 0.98, 0.996))
+>>> masked = insert(model, {found.after: Backdrop2d(0.98)})
+
+- `receptive_fields`: what every layer sees of the input (fields.py; reach.py, rules.py and sliding.py say how).
+- `suggest`: from the size of a structure to a layer.
+- `insert`, `remove`: model surgery (surgery.py).
+- `inspect`: tables and pictures (inspection.py; what they look like is in `look/`).
+- `gradient_noise`: how noisy masks make the gradient (noise.py).
+- `savings`: what Skip would save.
+"""
+
+from backdrop.placement.fields import Field, Fields, receptive_fields
+from backdrop.placement.inspection import Inspection, inspect
+from backdrop.placement.noise import Noise, gradient_noise
+from backdrop.placement.savings import Saving, savings
+from backdrop.placement.suggest import Suggestion, Suggestions, suggest
 from backdrop.placement.surgery import insert, remove
 
-__all__ = ["insert", "remove"]
+__all__ = [
+    "Field",
+    "Fields",
+    "Inspection",
+    "Noise",
+    "Saving",
+    "Suggestion",
+    "Suggestions",
+    "gradient_noise",
+    "insert",
+    "inspect",
+    "receptive_fields",
+    "remove",
+    "savings",
+    "suggest",
+]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from backdrop._checks import check_int
 from backdrop.skip import graph
 
 __all__ = ["Traced", "as_value_error", "check_model", "mode", "name_of", "shapes_of", "traced"]
+
+NAMED = "backdrop_name"  # where a node keeps the name that it was given
 
 
 class Traced(NamedTuple):
@@ -51,27 +54,26 @@ def as_value_error(model: nn.Module) -> Iterator[None]:
 
 def name_of(node: fx.Node) -> str:
     """The dotted path of the layer, or of the module that makes the call, and the call; unique in a graph."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if NAMED not in node.meta:
+        times: Counter[str] = Counter()
+        for other in node.graph.nodes:
+            name = _called(other)
+            times[name] += other.op.startswith("call")
+            other.meta[NAMED] = f"{name} ({times[name]})" if times[name] > 1 else name
+    return str(node.meta[NAMED])
+
+
+def _called(node: fx.Node) -> str:
     if node.op == "call_module":
-        name = str(node.target)
-    else:
-        owner = f"{stack[-1][0]}." if stack and stack[-1][0] else ""
-        name = f"{owner}{getattr(node.target, '__name__', node.target)}"
-    earlier = 0
-    for other in node.graph.nodes:
-        if other is node:
-            break
-        earlier += other.op == node.op and other.target == node.target and _stack(other) == _stack(node)
-    return f"{name} ({earlier + 1})" if earlier else name
-
-
-def _stack(node: fx.Node) -> list[Any]:
-    return list((node.meta.get("nn_module_stack") or {}).values())
+        return str(node.target)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    owner = f"{stack[-1][0]}." if stack and stack[-1][0] else ""
+    return f"{owner}{getattr(node.target, '__name__', node.target)}"
 
 
 def shapes_of(model: nn.Module, calls: fx.Graph, input_shape: Sequence[int]) -> dict[fx.Node, torch.Size]:
     """The shapes of all results that are tensors, from a run on tensors that hold nothing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
     shape = _check_input_shape(input_shape)
     inputs = sum(node.op == "placeholder" and not node.args for node in calls.nodes)
@@ -89,7 +91,9 @@ def shapes_of(model: nn.Module, calls: fx.Graph, input_shape: Sequence[int]) -> 
                 values[node] = node.args[0] if node.args else given
             else:
                 try:
-                    values[node] = graph.call(model, node, values)
+                    # A mask reads its p, which a tensor that holds nothing would not tell.
+                    with unset_fake_temporarily() if graph.is_mask(model, node) else nullcontext():
+                        values[node] = graph.call(model, node, values)
                 except Exception as error:
                     raise ValueError(
                         f"{type(model).__name__} cannot take an input of shape {tuple(shape)}: {name_of(node)} says: "

@@ -8,11 +8,11 @@ take about as long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,7 @@ class Rates(NamedTuple):
     window_call: float  # the same on windows
     windows: float  # the time of the same work on windows over that on the whole map
     overlap: bool  # whether the device works while the host makes calls
-    maps: tuple[float, float]  # as large as the largest there is, that a pass needs to work: with gradients, without
+    maps: tuple[float, float]  # as large as the largest there is, that convolutions need: with gradients, without
 
 
 CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False, maps=(2.0, 3.0))
@@ -79,9 +79,9 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(sum, zip(*costs, strict=True)))
 
 
-def working(device: torch.device, largest: float, *, gradients: bool) -> float:
+def working(cost: Cost, device: torch.device, largest: float, *, gradients: bool) -> float:
     """Numbers in memory while a pass is computed, from those of its largest map, beside what it keeps."""
-    return _rates(device).maps[0 if gradients else 1] * largest
+    return (_rates(device).maps[0 if gradients else 1] if cost.multiplications else 1.0) * largest
 
 
 def pays(spent: float, saved: float) -> bool:
@@ -108,6 +108,37 @@ class Meter(TorchDispatchMode):
             numbers *= NORM if "batch_norm" in str(func) else 1
             self.cost = Cost(*map(sum, zip(self.cost, (1, flops / 2, numbers), strict=True)))
         return out
+
+
+class Pass(NamedTuple):
+    """A plain forward pass: what it costs, and how many numbers (of 4 bytes) it keeps for the backward pass."""
+
+    cost: Cost
+    kept: float
+
+
+def look_at(function: Callable[..., Any], shapes: Sequence[torch.Size], model: nn.Module) -> Pass:
+    """A pass on inputs of these shapes, without computing it. The model, which has the parameters, is in eval mode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    parameters = list(model.parameters())
+    kept: dict[int, float] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        if not any(saved is parameter for parameter in parameters):
+            storage = saved.untyped_storage()
+            kept[storage._cdata] = storage.nbytes() / 4
+        return saved
+
+    like = parameters[0] if parameters else torch.empty(())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = [torch.empty(s, dtype=like.dtype, device=like.device, requires_grad=True) for s in shapes]
+        with torch.no_grad(), Meter() as meter:
+            function(*values)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            out = function(*values)  # noqa: F841  # alive, as all that it keeps
+    counted: Cost = meter.cost
+    return Pass(counted, sum(kept.values()))
 
 
 def _convolution_flops(x: Tensor, weight: Tensor, *settings: Any, out_val: Tensor) -> int:

@@ -335,22 +335,24 @@ def tried_out(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
 
 def shapes(root: nn.Module, graph: fx.Graph, inputs: Iterable[Any]) -> dict[fx.Node, torch.Size]:
     """The shapes of all values, from running the model once."""
-    sizes: dict[fx.Node, torch.Size] = {}
+    with tried_out(root.modules(), {parameter.device for parameter in root.parameters()}):
+        return {node: value.shape for node, value in walk(root, graph, inputs) if isinstance(value, Tensor)}
+
+
+def walk(root: nn.Module, graph: fx.Graph, inputs: Iterable[Any]) -> Iterator[tuple[fx.Node, Any]]:
+    """Run a model call by call, without its masks."""
     values: dict[fx.Node, Any] = {}
     remaining = {node: len(node.users) for node in graph.nodes}
     given = iter(inputs)
-    with tried_out(root.modules(), {parameter.device for parameter in root.parameters()}):
-        for node in graph.nodes:
-            if node.op == "output":
-                break
-            if node.op == "placeholder":
-                values[node] = next(given)
-            else:
-                values[node] = values[node.all_input_nodes[0]] if is_mask(root, node) else call(root, node, values)
-            if isinstance(values[node], Tensor):
-                sizes[node] = values[node].shape
-            for source in node.all_input_nodes:
-                remaining[source] -= 1
-                if not remaining[source]:
-                    del values[source]
-    return sizes
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            values[node] = next(given, *node.args)
+        else:
+            values[node] = values[node.all_input_nodes[0]] if is_mask(root, node) else call(root, node, values)
+        yield node, values[node]
+        for source in node.all_input_nodes:
+            remaining[source] -= 1
+            if not remaining[source]:
+                del values[source]

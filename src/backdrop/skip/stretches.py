@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +19,13 @@ from backdrop.skip.report import Entry
 
 
 class Estimate(NamedTuple):
-    """What a step of a stretch takes by the cost model, plain and skipped: seconds, and numbers in memory at once."""
+    """A step of a stretch by the cost model: seconds, and numbers of 4 bytes in memory."""
 
     plain_time: float
     skip_time: float
-    plain_memory: float
-    skip_memory: float
+    kept: float  # numbers that a plain forward pass keeps for the backward pass
+    skip_memory: float  # at the peak
     stays_plain: str  # why, if so
-
-
-class Pass(NamedTuple):
-    """A plain forward pass: what it costs, and how many numbers (of 4 bytes) it keeps for the backward pass."""
-
-    cost: cost.Cost
-    kept: float
 
 
 class Skipping(ABC):
@@ -60,31 +54,9 @@ class Skipping(ABC):
     def estimate(self, shapes: Mapping[fx.Node, torch.Size], device: torch.device) -> Estimate:
         """What a step would take with values of these shapes."""
 
-    def _pass(self, shapes: Mapping[fx.Node, torch.Size]) -> Pass:
+    def _pass(self, shapes: Mapping[fx.Node, torch.Size]) -> cost.Pass:
         """A plain pass, looked at without computing it."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        kept: dict[int, float] = {}
-        parameters = self.parameters()
-
-        def keep(saved: Tensor) -> Tensor:
-            if not any(saved is parameter for parameter in parameters):
-                storage = saved.untyped_storage()
-                kept[storage._cdata] = storage.nbytes() / 4
-            return saved
-
-        like = next(iter(parameters), torch.empty(()))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            values = [
-                torch.empty(shapes[node], dtype=like.dtype, device=like.device, requires_grad=True)
-                for node in self.stretch.entries
-            ]
-            with torch.no_grad(), cost.Meter() as meter:
-                graph.run(self.stretch, values)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-                out = graph.run(self.stretch, values)  # noqa: F841  # alive, as all that it keeps
-        counted: cost.Cost = meter.cost
-        return Pass(counted, sum(kept.values()))
+        return cost.look_at(partial(_run, self.stretch), [shapes[node] for node in self.stretch.entries], self.root)
 
     def parameters(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
         """The parameters of the stretch as they are now, and where each of them lives."""
@@ -146,12 +118,12 @@ class PositionSkip(Skipping):
         windows = kept * sum(math.prod(shapes[node]) * self.plan.share(node, 1) for node in self.plan.steps)
         if not (self.plan.coupled and self.policy == "sampled"):
             windows = min(windows, 2 * largest)  # in parts, see replay.py
-        given = sum(math.prod(shapes[node]) for node in self.stretch.entries)
+        given, passed = sum(math.prod(shapes[node]) for node in self.stretch.entries), self._pass(shapes)
         return Estimate(
             step,
             step - saved + self.window.windows(device, kept),
-            self._pass(shapes).kept + cost.working(device, largest, gradients=True),
-            given + max(cost.working(device, largest, gradients=False), windows),
+            passed.kept,
+            given + max(cost.working(passed.cost, device, largest, gradients=False), windows),
             self._plain_because(p, device),
         )
 
@@ -200,14 +172,14 @@ class SampleSkip(Skipping):
         kept, part = spent.kept / rows.number, (1 - spent.kept / rows.number) / spent.parts
         largest = max(math.prod(shapes[node]) for node in self.stretch.calls if node in shapes)
         ends = sum(math.prod(shapes[node]) for node in (*self.stretch.entries, self.stretch.exit))
-        rest = part * cost.working(device, largest, gradients=False)
+        rest = part * cost.working(passed.cost, device, largest, gradients=False)
         if self.samples.norms:  # all parts are there at once
             rest = rest * spent.parts + kept * passed.kept
-        some = kept * (passed.kept + cost.working(device, largest, gradients=True))
+        some = kept * (passed.kept + cost.working(passed.cost, device, largest, gradients=True))
         return Estimate(
             spent.step,
             spent.skipped,
-            passed.kept + cost.working(device, largest, gradients=True),
+            passed.kept,
             ends + max(rest, some),
             spent.why,
         )
@@ -227,6 +199,10 @@ class SampleSkip(Skipping):
         reuse = len(source.users) == 1 and source not in self.stretch.entries
         xs = [values.pop(source) if reuse else values[source] for values in parts]
         return statistics.normalise_together(layer, xs, self.policy, reuse)
+
+
+def _run(stretch: graph.Stretch, *values: Any) -> Any:
+    return graph.run(stretch, values)
 
 
 def _places(root: nn.Module, stretch: graph.Stretch) -> list[tuple[nn.Module, str]]:

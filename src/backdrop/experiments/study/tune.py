@@ -1,47 +1,30 @@
 """The search for mask probabilities, a learning rate and a weight decay: trials choose their own settings, with TPE.
 
-A mask is searched for by the share of units it keeps, on a logarithmic scale from one unit to all of them: from 0.99 to
-0.999 is as far as from 0 to 0.9. Trials are judged on validation data, and those that fall behind are pruned.
-
->>> import optuna
->>> suggest_p(optuna.trial.FixedTrial({"keep p": 0.25}), "p", units=64)
-0.75
+Trials are judged on validation data, and those that fall behind are pruned. How masks are searched for is said in
+`search`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from backdrop.experiments import search
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build
 from backdrop.experiments.study.plan import Spec, all_settings, as_text, check_extends, plan
 
 if TYPE_CHECKING:
-    from optuna.trial import BaseTrial, Trial
+    from optuna.trial import Trial
 
     from backdrop.experiments.study.study import Study
 
-__all__ = ["add_slots", "ask", "best", "choose", "plan_search", "run_command", "should_prune", "suggest_p"]
+__all__ = ["add_slots", "ask", "best", "choose", "plan_search", "run_command", "should_prune"]
 
-STARTUP = 8  # trials at random before TPE begins
 WEIGHT_DECAY = (1e-5, 0.3)
 EVALUATIONS = 5  # at least, of each trial: what is never looked at is never pruned
-
-
-def suggest_p(trial: BaseTrial, name: str, units: int) -> float:
-    """A mask probability that keeps from one of `units` to all of them, on a logarithmic scale.
-
-    Args:
-        trial: Optuna's.
-        name: of the mask.
-        units: that it chooses from.
-    """
-    keep = trial.suggest_float(f"keep {name}", 1 / units, 1.0, log=True)
-    return 1.0 - keep
 
 
 def plan_search(task: str, preset: str, overrides: Sequence[str], *, seed: int = 0) -> Spec:
@@ -89,7 +72,7 @@ def add_slots(study: Study, spec: Spec, trials: int) -> None:
 
 def _spaces(spec: Spec) -> dict[str, tuple[float, float]]:
     lr = spec.base["lr"]
-    masks = {f"keep {mask}": (1 / units, 1.0) for mask, units in spec.units.items()}
+    masks = {search.keep(mask): (1 / units, 1.0) for mask, units in spec.units.items()}
     return {**masks, "lr": (lr / 10, lr * 10), "weight_decay": WEIGHT_DECAY}
 
 
@@ -99,7 +82,7 @@ def choose(study: Study, number: int, trial: Trial) -> dict[str, Any]:
     if given is not None:
         return given
     spec = study.spec
-    found: dict[str, Any] = {mask: suggest_p(trial, mask, units) for mask, units in spec.units.items()}
+    found: dict[str, Any] = {mask: search.suggest_p(trial, mask, units) for mask, units in spec.units.items()}
     for name in ("lr", "weight_decay"):
         found[name] = trial.suggest_float(name, *_spaces(spec)[name], log=True)
     return {**spec.base, **found}
@@ -109,16 +92,9 @@ def ask(study: Study, number: int) -> Trial:
     """Optuna's own view of a trial that was claimed."""
     import optuna
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.optuna.sampler = optuna.samplers.TPESampler(
-            n_startup_trials=STARTUP,
-            multivariate=True,
-            constant_liar=True,  # trials that others run now count as bad ones, so workers keep apart
-            seed=study.spec.base["seed"] * 100_003 + number,  # the same whoever asks
-        )
-        warm = study.spec.base["epochs"] // 3
-        study.optuna.pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warm)
+    base = study.spec.base
+    study.optuna.sampler = search.sampler(base["seed"] * 100_003 + number)
+    study.optuna.pruner = search.pruner(base["epochs"])
     return optuna.trial.Trial(study.optuna, study.trial_id(number))
 
 

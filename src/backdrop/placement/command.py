@@ -1,0 +1,194 @@
+"""`backdrop inspect MODULE:FUNCTION --input 1,1,1024,1024`: a look at a model of one's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect as python
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import nn
+
+from backdrop.cli import app, errors_in_red
+
+__all__ = ["find_model"]
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="A function without arguments that returns a model, or a model or its class: MODULE:NAME or "
+            "FILE.py:NAME.",
+            show_default=False,
+        ),
+    ],
+    input_: Annotated[
+        str,
+        typer.Option(
+            "--input", metavar="SHAPE", help="Samples, channels and positions: 1,1,1024,1024.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A page (.html) or a picture (.png, .svg) to write as well.", show_default=False),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,...", help="Sizes of structures in the input: say where to mask for them.", show_default=False
+        ),
+    ] = None,
+    statistics: Annotated[
+        str, typer.Option(help="What Skip would do with batch statistics: exact, sampled or frozen.")
+    ] = "exact",
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where the model would be trained, such as cuda. Else where it is.", show_default=False),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for every layer.")] = False,
+) -> None:
+    """Show a model's lattices, receptive fields and masks, and what Skip would save.
+
+    backdrop inspect my_nets.py:network --input 4,3,256,256 --out network.html
+    """
+    with errors_in_red():
+        from backdrop.placement.inspection import check_path
+        from backdrop.placement.inspection import inspect as look_at
+        from backdrop.skip.statistics import check_statistics
+
+        shape = _numbers("--input", input_, int, "1,3,224,224")
+        wanted = None if sizes is None else _numbers("--sizes", sizes, float, "16,256")
+        check_statistics(statistics)  # type: ignore[arg-type]
+        path = None if out is None else check_path(out)
+        found_model = find_model(model)
+        found = look_at(found_model, shape, statistics=statistics, device=device)  # type: ignore[arg-type]
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=max(200, console.width))  # a file or another program takes lines of any length
+        console.print(found.unfolded() if every else found)
+        if wanted is not None:
+            from backdrop.placement.suggest import suggest
+
+            console.print(Text(f"\n{suggest(found_model, shape, wanted)}"))
+        if path is not None:
+            found.save(path)
+            console.print(Text(str(path)), soft_wrap=True)
+
+
+def find_model(name: str) -> nn.Module:
+    """The model that `module:name` or `path/to/file.py:name` gives: itself, from its class, or from a function."""
+    where, colon, which = name.rpartition(":")
+    if not colon or not where or not which:
+        raise ValueError(f"the model has to be given as MODULE:NAME or FILE.py:NAME, but got {name!r}")
+    module = _load(where)
+    if not hasattr(module, which):
+        raise ValueError(f"{where} has no {which!r}{_nearest(which, module)}")
+    found = getattr(module, which)
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise ValueError(f"{name} has to be a model or a function that returns one, but is {_kind(found)}")
+    needed = _needed(found)
+    if needed:
+        raise ValueError(
+            f"{name} needs arguments ({', '.join(needed)}); name a function without any that calls it and returns the "
+            "model"
+        )
+    try:
+        made = found()
+    except Exception as error:
+        raise _shown(error, f"{name} gave no model") from None
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{name} has to return a torch.nn.Module, but returned {_kind(made)}")
+    return made
+
+
+def _load(where: str) -> ModuleType:
+    problem = f"{where} cannot be imported"
+    if where.endswith(".py"):
+        path = Path(where).expanduser().resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        sys.path.insert(0, str(path.parent))  # it finds its neighbours, as if it were run
+        spec = importlib.util.spec_from_file_location(f"inspected_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where its classes look for themselves
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise _shown(error, problem) from None
+        return module
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"there is no module {where!r}, neither here nor among the installed ones; a file is given as "
+                "path/to/file.py:NAME"
+            ) from None
+        raise _shown(error, problem) from None
+
+
+def _shown(error: Exception, problem: str) -> RuntimeError:
+    """What is wrong in the user's code, with the lines that it comes from and without ours."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not re.match(r"<frozen importlib|.*\bimportlib\b.__init__", frame.filename)
+    ]
+    lines = "".join([*traceback.format_list(frames[:3]), *traceback.format_exception_only(error)])
+    return RuntimeError(f"{problem}:\n{lines.rstrip()}")
+
+
+def _needed(found: Callable[..., Any]) -> list[str]:
+    """The parameters without a default."""
+    try:
+        parameters = python.signature(found).parameters.values()
+    except (TypeError, ValueError):  # something built in
+        return []
+    return [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+
+
+def _nearest(which: str, module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and (isinstance(value, nn.Module) or callable(value))
+    ]
+    near = difflib.get_close_matches(which, names, 3, 0.5)
+    if near:
+        return f"; the nearest are {', '.join(near)}"
+    return f"; it has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "; it is empty"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float], example: str) -> list[Any]:
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{option} has to be numbers with commas between them, such as {example}, but got {text!r}"
+        ) from None
