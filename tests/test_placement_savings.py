@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backdrop import Backdrop, Backdrop2d, skip_blocked
+from backdrop import Backdrop, Backdrop2d, inspect, skip_blocked
 from backdrop.experiments.models import all_cnn, gp_network
 from backdrop.placement.savings import savings
 
@@ -96,3 +96,16 @@ def test_nothing_is_computed():
 def test_refused(model, shape, settings, message):
     with pytest.raises(ValueError, match=message):
         savings(nn.Sequential(model, Backdrop(0.5)) if isinstance(model, nn.Linear) else model, shape, **settings)
+
+
+def test_what_looks_at_values_cannot_be_estimated():
+    class Decides(nn.Module):
+        def forward(self, x):
+            return x if x.sum() < float("inf") else -x
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), Decides(), Backdrop2d(0.9), nn.Conv2d(2, 2, 3))
+    with pytest.raises(ValueError, match=r"cannot be estimated, .* Sequential looks at values: 1, torch\.fx"):
+        savings(model, (1, 1, 16, 16))
+    found = inspect(model, (1, 1, 16, 16))
+    assert [row.receptive_field for row in found.rows] == [(3, 3), None, None, None]
+    assert found.masks[0].mask.saving is None

@@ -11,12 +11,14 @@ The paper places masks where the receptive field matches the size of the structu
 ('4', (0.0, 0.84, 0.98, 0.996))
 >>> masked = insert(model, {found.after: Backdrop2d(0.98)})
 
-- `receptive_fields`: what every layer sees of the input (fields.py; reach.py, rules.py and sliding.py say how).
-- `suggest`: from the size of a structure to a layer.
-- `insert`, `remove`: model surgery (surgery.py).
-- `inspect`: tables and pictures (inspection.py; what they look like is in `look/`).
-- `gradient_noise`: how noisy masks make the gradient (noise.py).
-- `savings`: what Skip would save.
+| | |
+|---|---|
+| `receptive_fields` | what every layer sees of the input: fields.py; how that is found, `geometry` |
+| `suggest` | from the size of a structure to a layer: suggest.py |
+| `insert`, `remove` | masks put into a model and taken out: surgery.py |
+| `inspect` | tables and pictures: inspection.py; what they look like, `look`; `backdrop inspect`, command.py |
+| `gradient_noise` | how noisy masks make the gradient: noise.py, gradients.py |
+| `savings` | what Skip would save: savings.py |
 """
 
 from backdrop.placement.fields import Field, Fields, receptive_fields

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias, overload
 import torch
 from torch import fx, nn
 
-from backdrop.placement import rules, shapes
-from backdrop.placement.reach import NOTHING, Reach, hull
-from backdrop.placement.sliding import Axes, Call, Effect, UnboundedError
+from backdrop.placement import shapes
+from backdrop.placement.geometry import rules
+from backdrop.placement.geometry.reach import NOTHING, Reach, hull
+from backdrop.placement.geometry.sliding import Axes, Call, Effect, UnboundedError
 from backdrop.skip import graph
 
 __all__ = ["Field", "Fields", "receptive_fields"]

@@ -212,7 +212,10 @@ def inspect(
     check_statistics(statistics)
     place = _device(model, device)
     fields = receptive_fields(model, input_shape)
-    saved = savings(model, input_shape, statistics=statistics, device=place)
+    try:
+        saved = savings(model, input_shape, statistics=statistics, device=place)
+    except ValueError:  # it looks at values; all else has been checked above
+        saved = {}
     layers = dict(model.named_modules(remove_duplicate=False))
     rows = tuple(_row(field, layers, int(input_shape[0]), saved) for field in fields)
     return Inspection(type(model).__name__, tuple(map(int, input_shape)), rows, statistics, str(place))

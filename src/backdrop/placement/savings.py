@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from backdrop._draw import is_zero
 from backdrop.layers import Backdrop
-from backdrop.placement.shapes import as_value_error, check_model, mode, shapes_of
+from backdrop.placement.shapes import as_value_error, check_model, mode, quiet, shapes_of
 from backdrop.skip import cost, graph
 from backdrop.skip.program import Program
 from backdrop.skip.statistics import Statistics, check_statistics
@@ -66,9 +68,16 @@ def savings(
             program = Program(model, {}, statistics, "", strict=False)
         shapes = shapes_of(model, program.graph, input_shape)
         plan = program.plan(shapes)
-    with mode(model, training=False):
-        estimates = {node.target: skip.estimate(shapes, device) for node, skip in plan.skips.items()}
-        whole = cost.look_at(lambda x: list(graph.walk(model, program.graph, [x])), [torch.Size(input_shape)], model)
+    try:
+        with mode(model, training=False), quiet():
+            estimates = {node.target: skip.estimate(shapes, device) for node, skip in plan.skips.items()}
+            run = partial(_run, model, program.graph)
+            whole = cost.look_at(run, [torch.Size(input_shape)], model)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise ValueError(
+            f"what Skip would save cannot be estimated, because a part of {type(model).__name__} looks at values: "
+            f"{'; '.join(f'{path}, {reason}' for path, reason in program.opaque.items())}"
+        ) from None
     largest = max(math.prod(shape) for shape in shapes.values())
     working = cost.working(whole.cost, device, largest, gradients=True)
     step = max(whole.cost.step(device), sum(estimate.plain_time for estimate in estimates.values()))
@@ -86,6 +95,11 @@ def savings(
             memory = (whole.kept - estimate.kept + max(working, estimate.skip_memory)) / (whole.kept + working)
             found[entry.mask] = Saving(time, memory, "; ".join([f"skips {_summary(entry.skipped)}", *kept]))
     return found
+
+
+def _run(model: nn.Module, calls: fx.Graph, x: Tensor) -> list[object]:
+    """All values at once, as a pass with gradients keeps most of them."""
+    return list(graph.walk(model, calls, [x]))
 
 
 def _mask(model: nn.Module, path: str) -> Backdrop:

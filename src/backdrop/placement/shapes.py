@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,11 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from backdrop._checks import check_int
 from backdrop.skip import graph
 
-__all__ = ["Traced", "as_value_error", "check_model", "mode", "name_of", "shapes_of", "traced"]
+__all__ = ["Traced", "as_value_error", "check_model", "mode", "name_of", "quiet", "shapes_of", "traced"]
 
 NAMED = "backdrop_name"  # where a node keeps the name that it was given
 
@@ -47,8 +54,8 @@ def as_value_error(model: nn.Module) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"torch.fx cannot follow the forward of {type(model).__name__} ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); give the part of it that holds the layers"
+            f"torch.fx cannot follow the forward of {type(model).__name__} ({graph.first_line(error)}); give the part "
+            "of it that holds the layers"
         ) from error
 
 
@@ -72,45 +79,62 @@ def _called(node: fx.Node) -> str:
 
 
 def shapes_of(model: nn.Module, calls: fx.Graph, input_shape: Sequence[int]) -> dict[fx.Node, torch.Size]:
-    """The shapes of all results that are tensors, from a run on tensors that hold nothing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    """The shapes of all results that are tensors, from a run on tensors that hold nothing.
 
+    Where a part that torch.fx cannot follow looks at values, there has to be a run that computes them.
+    """
     shape = _check_input_shape(input_shape)
     inputs = sum(node.op == "placeholder" and not node.args for node in calls.nodes)
     if inputs != 1:
         raise ValueError(f"model has to take one tensor, but {type(model).__name__} takes {inputs}; wrap it")
-    first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    with mode(model, training=False), torch.no_grad(), quiet():
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _run(model, calls, shape)
+        except NeedsValuesError:
+            return _run(model, calls, shape)
+
+
+class NeedsValuesError(Exception):
+    """A call looks at values that a tensor that holds nothing does not have."""
+
+
+def _run(model: nn.Module, calls: fx.Graph, shape: Sequence[int]) -> dict[fx.Node, torch.Size]:
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     found: dict[fx.Node, torch.Size] = {}
     values: dict[fx.Node, Any] = {}
-    with mode(model, training=False), torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        for node in calls.nodes:
-            if node.op == "output":
-                break
-            if node.op == "placeholder":
-                given = torch.empty(shape, dtype=first.dtype, device=first.device)
-                values[node] = node.args[0] if node.args else given
-            else:
-                try:
-                    # A mask reads its p, which a tensor that holds nothing would not tell.
-                    with unset_fake_temporarily() if graph.is_mask(model, node) else nullcontext():
-                        values[node] = graph.call(model, node, values)
-                except Exception as error:
-                    raise ValueError(
-                        f"{type(model).__name__} cannot take an input of shape {tuple(shape)}: {name_of(node)} says: "
-                        f"{str(error).splitlines()[0]}"
-                    ) from error
-            if isinstance(values[node], Tensor):
-                found[node] = values[node].shape
+    for node in calls.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            values[node] = node.args[0] if node.args else torch.zeros(shape, dtype=like.dtype, device=like.device)
+        else:
+            try:
+                # A mask reads its p, which a tensor that holds nothing would not tell.
+                with unset_fake_temporarily() if graph.is_mask(model, node) else nullcontext():
+                    values[node] = graph.call(model, node, values)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise NeedsValuesError from error
+            except Exception as error:
+                raise ValueError(
+                    f"{type(model).__name__} cannot take an input of shape {tuple(shape)}: {name_of(node)} says: "
+                    f"{graph.first_line(error)}"
+                ) from error
+        if isinstance(values[node], Tensor):
+            found[node] = values[node].shape
     return found
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log of torch about a shape that does not fit, which is an error that we raise."""
+def quiet() -> Iterator[None]:
+    """Without torch's log about a shape that does not fit, which is an error that we raise, and without its warnings
+    about the speed of what is not computed."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.disabled = before
 

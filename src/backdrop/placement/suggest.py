@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from backdrop._checks import check_positive
 from backdrop.placement.fields import Field, Followed, by, follow
-from backdrop.placement.sliding import Axes
+from backdrop.placement.geometry.sliding import Axes
 from backdrop.skip import graph
 
 __all__ = ["Suggestion", "Suggestions", "suggest"]

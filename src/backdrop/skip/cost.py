@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -119,8 +120,6 @@ class Pass(NamedTuple):
 
 def look_at(function: Callable[..., Any], shapes: Sequence[torch.Size], model: nn.Module) -> Pass:
     """A pass on inputs of these shapes, without computing it. The model, which has the parameters, is in eval mode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     parameters = list(model.parameters())
     kept: dict[int, float] = {}
 

@@ -68,7 +68,7 @@ class _Tracer(fx.Tracer):
                     break
                 self.graph.erase_node(node)
             self.module_stack = stack
-            self.reasons[path] = f"torch.fx cannot follow it ({type(error).__name__}: {str(error).splitlines()[0]})"
+            self.reasons[path] = f"torch.fx cannot follow it ({first_line(error)})"
             out = self.create_proxy("call_module", path, args, kwargs)
         if not isinstance(out, fx.Proxy):
             return out
@@ -89,6 +89,11 @@ def trace(root: nn.Module, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict
         with calls.inserting_before(output):
             output.args = (calls.call_module(NAME, output.args),)
     return calls, tracer.reasons
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says, with its kind."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def plain(root: nn.Module) -> Callable[..., Any]:

@@ -159,7 +159,7 @@ def untraceable(module: nn.Module) -> str | None:
     try:
         graph.trace(module, {})
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return graph.first_line(error)
     return None
 
 

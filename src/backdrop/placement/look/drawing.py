@@ -118,6 +118,11 @@ def _network(pen: Pen, placed: Layout, middle: float) -> None:
             free = end
 
 
+def _tick(power: int) -> str:
+    """A power of ten in little room: 1,000 and 10k."""
+    return f"{10**power:,}" if power < 4 else f"{10 ** (power % 3)}{'kMGT'[power // 3 - 1]}"
+
+
 def _height(block: Block, placed: Layout) -> float:
     """Between the lowest and the highest, by the logarithm of the number of positions."""
     largest = max(_side(other.lattice) for other in placed.blocks)
@@ -137,7 +142,7 @@ def _fields(pen: Pen, placed: Layout, inputs: tuple[int, ...], floor: float) -> 
     pen.text(0.3, floor + FIELDS / 2, "receptive field,\ncells of the input", WORDS, MUTED, turned=True, centred=True)
     for power in range(int(top / math.log(10)) + 1):
         pen.line(LEFT, right, at(10**power), GRID)
-        pen.text(LEFT - 0.06, at(10**power) - 0.04, f"{10**power:,}", SMALL, MUTED, align="right")
+        pen.text(LEFT - 0.06, at(10**power) - 0.04, _tick(power), SMALL, MUTED, align="right")
     for box in boxes:
         field = _field(box)
         high = at(max(field)) - floor if field else FIELDS

@@ -20,9 +20,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from backdrop._inserted import has_other_hooks
 from backdrop.layers import Backdrop
-from backdrop.placement import sliding
-from backdrop.placement.reach import window
-from backdrop.placement.sliding import Call, Effect, UnboundedError, as_tuple, slides
+from backdrop.placement.geometry import sliding
+from backdrop.placement.geometry.reach import window
+from backdrop.placement.geometry.sliding import Call, Effect, UnboundedError, as_tuple, slides
 from backdrop.skip import rules as skip_rules
 
 CELL_BY_CELL = skip_rules.FUNCTIONS[torch.relu]

@@ -1,7 +1,7 @@
 """Rules for layers that read other cells than their own: convolutions, pooling, interpolation, padding, indexing.
 
 A rule is a function from a call to its `Effect`: where the positions of the result are, and which cells of the input
-each of them reads. `backdrop.placement.rules` says which rule belongs to which layer.
+each of them reads. `backdrop.placement.geometry.rules` says which rule belongs to which layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from backdrop.placement.reach import Taps, adaptive, sampled, transposed, window
+from backdrop.placement.geometry.reach import Taps, adaptive, sampled, transposed, window
 
 Axes: TypeAlias = tuple[int, ...]  # where the spatial axes of the model's input are in a value
 
