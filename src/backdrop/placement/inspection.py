@@ -20,7 +20,6 @@ mask  units                    p  kept in a step  effective batch  Skip: time  S
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,6 +31,7 @@ import torch
 from torch import nn
 
 from backdrop._draw import make_lattice
+from backdrop._files import put
 from backdrop.functional import effective_batch_size
 from backdrop.layers import Backdrop
 from backdrop.placement.fields import Field, receptive_fields
@@ -182,7 +182,7 @@ class Inspection:
 
             picture = draw(self)
             content = picture.png() if path.suffix.lower() == ".png" else picture.svg().encode()
-        _put(path, content)
+        put(path, content, "the picture")
 
 
 def inspect(
@@ -273,14 +273,3 @@ def expected_kept(units: int, p: float, *, exact: bool) -> float:
     if exact or p == 0 or units == 0:
         return float(min(units, max(1, round(units * (1 - p)))))
     return units * (1 - p) + p**units
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        fresh.write_bytes(content)
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise OSError(error.errno, f"the picture cannot be written: {error.strerror}", str(path)) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import backdrop
+from backdrop._files import put
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports, headline, tables, wording
 from backdrop.experiments.report.claims import CLAIMS
@@ -103,14 +103,7 @@ def _place(out: Path, kind: str) -> tuple[Path, str]:
 
 
 def _put(path: Path, content: bytes) -> Path:
-    """Whole or not at all."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        fresh.write_bytes(content)
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise OSError(error.errno, f"the report cannot be written: {error.strerror}", str(path)) from error
+    put(path, content, "the report")
     return path
 
 
