@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backdrop import Backdrop, Backdrop2d, inspect, skip_blocked
+from backdrop import Backdrop, Backdrop2d, insert, inspect, skip_blocked
 from backdrop.experiments.models import all_cnn, gp_network
 from backdrop.placement.savings import savings
 
@@ -109,3 +109,9 @@ def test_what_looks_at_values_cannot_be_estimated():
     found = inspect(model, (1, 1, 16, 16))
     assert [row.receptive_field for row in found.rows] == [(3, 3), None, None, None]
     assert found.masks[0].mask.saving is None
+
+
+def test_several_outputs_cannot_be_estimated():
+    model = insert(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), {"0": Backdrop(0.9)})
+    note = savings(model, (64, 5, 3))["0.backdrop"].note
+    assert note == "what enters or leaves it is not one tensor, so this cannot be estimated"

@@ -190,8 +190,27 @@ def test_outputs_that_are_no_tensor():
     weight = Backdrop(0.5).draw_weight(torch.empty(64))
     expected = weight[:, None] * (masked[0].first.weight.sum(0) + masked[0].second.weight.sum(0))
     torch.testing.assert_close(x.grad, expected)
-    with pytest.raises(TypeError, match="Backdrop2d was put behind Pair and needs a tensor, but got tuple"):
+    with pytest.raises(TypeError, match="Backdrop2d was put behind a module and needs a tensor, but got tuple"):
         insert(nn.Sequential(Pair()), {"0": Backdrop2d(0.5)})(x)
+
+
+def test_skipping_with_outputs_that_are_no_tensor(monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.pair, self.last = nn.Linear(4, 4), Pair(), nn.Linear(11, 2)
+
+        def forward(self, x):
+            a, b = self.pair(torch.tanh(self.first(x)))
+            return self.last(torch.cat([a, b["second"]], 1))
+
+    always_skip(monkeypatch)
+    x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for places in (["pair"], ["first", "pair"], ["pair", "last"]):
+        masked = insert(Model().double(), {name: Backdrop(0.75) for name in places})
+        fast = check(masked, x)
+        assert [entry.mask for entry in fast.skip_report] == [f"{name}.backdrop" for name in places]
+        assert all(entry.last.endswith("of 32 samples ran with gradients") for entry in fast.skip_report)
 
 
 def test_copies_and_storage():
@@ -215,6 +234,15 @@ def test_skipping(monkeypatch, inplace):
     assert [entry.skipped for entry in fast.skip_report] == [["0", "1"], ["2", "3"]]
     assert ran_windows(fast, 0)
     assert ran_windows(fast, 1)
+
+
+def test_skipping_samples(monkeypatch):
+    always_skip(monkeypatch)
+    masked = insert(network(), {"3": Backdrop(0.75), "7": Backdrop(0.75)})
+    fast = check(masked, images(16, 12))
+    assert [entry.skipped for entry in fast.skip_report] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert all(entry.last.endswith("of 16 samples ran with gradients") for entry in fast.skip_report)
+    assert not any(entry.kept for entry in fast.skip_report)
 
 
 def test_skipping_what_torch_fx_follows_in_part(monkeypatch):

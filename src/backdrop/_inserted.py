@@ -19,12 +19,17 @@ def mask_output(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: the output, with its gradient masked."""
     mask = inserted_mask(module)
     assert mask is not None
+    return apply_mask(mask, output)
+
+
+def apply_mask(mask: Backdrop, output: Any) -> Any:
+    """Also to tensors in a tuple or a dictionary, if samples are dropped: all get the same mask."""
     if isinstance(output, (Tensor, fx.Proxy)):
         return mask(output)
     if mask.dims not in (0, (0,), [0]):
         raise TypeError(
-            f"{type(mask).__name__} was put behind {type(module).__name__} and needs a tensor, but got "
-            f"{type(output).__name__}; put it behind a module that returns one, or use Backdrop, which drops samples"
+            f"{type(mask).__name__} was put behind a module and needs a tensor, but got {type(output).__name__}; "
+            "put it behind a module that returns one, or use Backdrop, which drops samples"
         )
     from backdrop.skip.samples import mask_outputs
 

@@ -70,7 +70,11 @@ def savings(
         plan = program.plan(shapes)
     try:
         with mode(model, training=False), quiet():
-            estimates = {node.target: skip.estimate(shapes, device) for node, skip in plan.skips.items()}
+            estimates = {
+                node.target: skip.estimate(shapes, device)
+                for node, skip in plan.skips.items()
+                if all(value in shapes for value in (*skip.stretch.entries, skip.stretch.exit))
+            }
             run = partial(_run, model, program.graph)
             whole = cost.look_at(run, [torch.Size(input_shape)], model)
     except (DataDependentOutputException, DynamicOutputShapeException):
@@ -88,7 +92,9 @@ def savings(
         if is_zero(_mask(model, entry.mask).p):
             found[entry.mask] = Saving(1.0, 1.0, "p is 0, so nothing is blocked")
         elif estimate is None or estimate.stays_plain:
-            why = estimate.stays_plain if estimate else entry.last
+            unknown = "what enters or leaves it is not one tensor, so this cannot be estimated"
+            last = entry.last if entry.last.startswith("plain") else unknown
+            why = estimate.stays_plain if estimate else last
             found[entry.mask] = Saving(1.0, 1.0, "; ".join([why.removeprefix("plain: "), *kept]))
         else:
             time = 1 - (estimate.plain_time - estimate.skip_time) / step

@@ -7,17 +7,17 @@ torch.fx cannot follow stays one call.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from backdrop._inserted import HOOKS, NAME, has_other_hooks, inserted_mask
+from backdrop._inserted import HOOKS, NAME, apply_mask, has_other_hooks, inserted_mask
 from backdrop.layers import Backdrop
 
 OUT_OF_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -102,7 +102,7 @@ def plain(root: nn.Module) -> Callable[..., Any]:
     if ENDS_IN_MASK not in root.__dict__:
         return forward
 
-    @functools.wraps(forward)
+    @wraps(forward)
     def both(*args: Any, **kwargs: Any) -> Any:
         return root._modules[NAME](forward(*args, **kwargs))  # type: ignore[misc]
 
@@ -175,7 +175,10 @@ def out_of_place(module: nn.Module) -> nn.Module:
 
 
 def _alone(module: nn.Module) -> Callable[..., Any]:
-    """A module without the mask that was inserted behind it, which is a node of its own."""
+    """A module without the mask that was inserted behind it, which is a node of its own; for a mask, whatever the
+    module before it gives."""
+    if isinstance(module, Backdrop):
+        return partial(apply_mask, module)
     return module if inserted_mask(module) is None else module.forward
 
 

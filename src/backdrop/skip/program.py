@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from backdrop._inserted import has_other_hooks
+from backdrop._inserted import has_other_hooks, inserted_mask
 from backdrop.layers import Backdrop
 from backdrop.skip import graph, rules, samples, statistics, stretches, tree
 from backdrop.skip.plan import make_plan
@@ -266,7 +266,8 @@ class Program:
             if graph.overwrites_shared(self.root, node):
                 reason = "it writes over a value that is used elsewhere too"
             if reason is None and layer is not None:
-                inner = (samples.mixes_samples(m, "exact") for m in layer.modules() if m is not layer)
+                own = (layer, inserted_mask(layer))  # which is a call of its own
+                inner = (samples.mixes_samples(m, "exact") for m in layer.modules() if m not in own)
                 reason = next(filter(None, inner), None)
             if any(user in behind for user in node.users):
                 behind.add(node)

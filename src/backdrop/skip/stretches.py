@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from backdrop._draw import is_zero
 from backdrop.layers import Backdrop
-from backdrop.skip import cost, graph, replay, samples, statistics
+from backdrop.skip import cost, graph, replay, samples, statistics, tree
 from backdrop.skip.plan import Plan
 from backdrop.skip.report import Entry
 
@@ -73,7 +73,7 @@ class Skipping(ABC):
             return False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        tensors = [leaf for value in values for _, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
         if not tensors or not all(tensor.numel() for tensor in tensors):
             return False
         return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in self.parameters())
