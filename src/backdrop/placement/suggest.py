@@ -6,6 +6,7 @@ The paper puts its masks there (section 3.2.2), so that a unit that is kept or d
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from backdrop.skip import graph
 __all__ = ["Suggestion", "Suggestions", "suggest"]
 
 FAR = 2.0  # a field that is so many times as large or as small as the structure does not fit it
+WIDTH = 88  # of lines, when suggestions are printed
 NEARLY = 0.9  # a field that is this share of the structure holds enough of it
 
 
@@ -47,7 +49,11 @@ class Suggestions(list[Suggestion]):
     """One suggestion for each size."""
 
     def __str__(self) -> str:
-        return "\n\n".join(each.why for each in self)
+        return "\n\n".join("\n".join(_wrapped(line) for line in each.why.splitlines()) for each in self)
+
+
+def _wrapped(line: str) -> str:
+    return line if line.startswith("insert(") else textwrap.fill(line, WIDTH, break_on_hyphens=False)
 
 
 class _Place(NamedTuple):
