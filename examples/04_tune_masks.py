@@ -1,7 +1,7 @@
 """Search for masks with a training function of your own.
 
     python examples/04_tune_masks.py                          takes about four minutes on two cores
-    python examples/04_tune_masks.py --trials 30 --seeds 40   takes half an hour, and can say more
+    python examples/04_tune_masks.py --trials 30 --seeds 40   takes half an hour, and can tell them apart
 
 The problem is that of `backdrop run gp --preset quick`: tell textures with four pairs of lengths apart, from one image
 of each. The network has a mask for each scale, on 32x32 and on 4x4 units. `tune_masks` hands the training function a
