@@ -180,6 +180,24 @@ def test_models_that_cannot_be_followed():
     assert masked.inner[1].inplace, "nobody knows what follows, so the mask's output is copied instead"
 
 
+def test_modules_that_call_whatever_is_in_them():
+    class All(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x
+
+    with pytest.raises(ValueError, match=r"'0', whose forward calls all modules in it, .* name the last module in it"):
+        insert(nn.Sequential(All()), {"0": Backdrop(0.5)})
+    insert(nn.Sequential(All()), {"0.second": Backdrop(0.5)})
+    twice = nn.Linear(3, 3)
+    insert(nn.Sequential(twice, nn.Tanh(), twice), {"0": Backdrop(0.5)})
+
+
 def test_outputs_that_are_no_tensor():
     masked = insert(nn.Sequential(Pair()), {"0": Backdrop(0.5)})
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -149,7 +149,12 @@ def _keep_from_writing(model: nn.Module, names: Iterable[str]) -> None:
         calls, opaque = fx.Graph(), {}
     for name in names:
         nodes = [node for node in calls.nodes if node.op == "call_module" and node.target == f"{name}.{NAME}"]
-        known = bool(nodes)
+        known, calls_of = bool(nodes), sum(name in node.meta.get("outputs_of", ()) for node in calls.nodes)
+        if 0 < calls_of < len(nodes):
+            raise ValueError(
+                f"masks names {name!r}, whose forward calls all modules in it, so that it would call the mask too; "
+                "name the last module in it"
+            )
         for writer in {writer for node in nodes for writer in _writers(model, node, opaque)}:
             if writer.op == "call_module" and writer.target not in opaque:
                 layer = graph.attribute(model, str(writer.target))
