@@ -10,6 +10,7 @@ from torch import nn
 from backdrop import Backdrop, Backdrop2d, insert, inspect, skip_blocked
 from backdrop.experiments.models import all_cnn, gp_network
 from backdrop.placement.savings import savings
+from backdrop.skip import cost
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
@@ -77,6 +78,24 @@ def test_on_a_gpu_the_decisions_are_those_that_were_measured():
         time, memory = measured("skip-h200.json", f"GP, BatchNorm sampled, 4 x 1024^2, p=({p}, 0.94), cuda")
         assert (saving.time < 1) == skips == (time < 0.95)
         assert saving.memory == pytest.approx(memory, rel=0.1)
+
+
+def test_what_a_pass_keeps_is_what_autograd_saves():
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 500)).eval()
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved = {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() / 4
+        return tensor
+
+    x = torch.randn(4, 2, 8, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(x)
+    assert out.requires_grad
+    assert cost.look_at(model, [x.shape], model).kept == pytest.approx(sum(saved.values()))
+    assert sum(saved.values()) < 4 * (2 * 64 + 3 * 8 * 36 + 500) + 100
 
 
 def test_nothing_is_computed():

@@ -231,6 +231,24 @@ def test_skipping_with_outputs_that_are_no_tensor(monkeypatch):
         assert all(entry.last.endswith("of 32 samples ran with gradients") for entry in fast.skip_report)
 
 
+def test_skipping_several_outputs_where_torch_fx_cannot_follow(monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x):
+            a, b = self.pair(x)
+            return torch.cat([a, b["second"]], 1) if x.sum() < float("inf") else a
+
+    always_skip(monkeypatch)
+    x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fast = check(insert(Model().double(), {"pair": Backdrop(0.75)}), x)
+    (entry,) = fast.skip_report
+    assert entry.mask == "pair.backdrop"
+    assert entry.last.startswith("plain: the module before it returns several values")
+
+
 def test_copies_and_storage():
     masked = insert(network(), {"0": Backdrop2d(0.9), "3": Backdrop2d(0.8)})
     expected = gradients(masked, images())

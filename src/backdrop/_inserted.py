@@ -62,7 +62,8 @@ def has_other_hooks(module: nn.Module) -> bool:
     """Whether anything else hooks in on the module."""
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(hook not in HOOKS for hook in module._forward_hooks.values())
+    behind = module._forward_hooks
+    return bool(behind) and any(hook not in HOOKS for hook in behind.values())
 
 
 def unhook(module: nn.Module) -> None:

@@ -24,11 +24,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from backdrop._inserted import inserted_mask, unhook
+from backdrop._inserted import NAME, inserted_mask, unhook
 from backdrop.layers import Backdrop
 from backdrop.skip import graph, samples
 from backdrop.skip.program import Programs, untraceable
-from backdrop.skip.report import Report
+from backdrop.skip.report import Entry, Report
 from backdrop.skip.statistics import Statistics, check_statistics
 
 __all__ = ["Report", "Skip", "skip_blocked"]
@@ -120,8 +120,12 @@ def _convert(module: nn.Module, path: str, policy: Statistics, report: Report) -
         return False
     if untraceable(module) is None:
         if inserted_mask(module) is not None:  # what follows the module cannot be followed, so it runs the mask itself
-            unhook(module)
-            setattr(module, graph.ENDS_IN_MASK, True)
+            if graph.returns_one_value(module):
+                unhook(module)
+                setattr(module, graph.ENDS_IN_MASK, True)
+            else:
+                last = "plain: the module before it returns several values, and torch.fx cannot follow what takes them"
+                report.append(Entry(f"{path}{NAME}", last=last))
         module.forward = Programs(module, path, policy, report)
         return True
     found = [_convert(child, f"{path}{name}.", policy, report) for name, child in module.named_children()]

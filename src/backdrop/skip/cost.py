@@ -120,17 +120,20 @@ class Pass(NamedTuple):
 
 def look_at(function: Callable[..., Any], shapes: Sequence[torch.Size], model: nn.Module) -> Pass:
     """A pass on inputs of these shapes, without computing it. The model, which has the parameters, is in eval mode."""
-    parameters = list(model.parameters())
+    like = next(model.parameters(), torch.empty(()))
+    own = (*model.parameters(), *model.buffers())
+    there: set[int] = set()
     kept: dict[int, float] = {}
 
     def keep(saved: Tensor) -> Tensor:
-        if not any(saved is parameter for parameter in parameters):
-            storage = saved.untyped_storage()
+        storage = saved.untyped_storage()
+        if storage._cdata not in there:
             kept[storage._cdata] = storage.nbytes() / 4
         return saved
 
-    like = parameters[0] if parameters else torch.empty(())
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        stand_ins = [fake.from_tensor(tensor) for tensor in own]  # those that calls will use, too
+        there.update(tensor.untyped_storage()._cdata for tensor in (*own, *stand_ins))
         values = [torch.empty(s, dtype=like.dtype, device=like.device, requires_grad=True) for s in shapes]
         with torch.no_grad(), Meter() as meter:
             function(*values)

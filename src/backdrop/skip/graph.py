@@ -91,6 +91,11 @@ def trace(root: nn.Module, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict
     return calls, tracer.reasons
 
 
+def returns_one_value(root: nn.Module) -> bool:
+    """And not several in a tuple or a dictionary."""
+    return isinstance(trace(root, {})[0].output_node().args[0], fx.Node)
+
+
 def first_line(error: Exception) -> str:
     """Of what it says, with its kind."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
