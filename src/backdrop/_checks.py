@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -132,6 +133,13 @@ def check_devices(p: Probability, generator: torch.Generator | None, device: tor
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error about a name that does not exist: those that are much like it, or else the first ones."""
+    known = list(names)
+    near = difflib.get_close_matches(str(name), known, 3, 0.5) or known[:3]
+    return f"; the nearest are {', '.join(map(repr, near))}" if near else ""
 
 
 def check_positive(name: str, value: float) -> None:

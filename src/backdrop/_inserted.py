@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from backdrop.layers import Backdrop
+from backdrop.layers import Backdrop, drops_samples
 
 NAME = "backdrop"  # of the child
 
@@ -26,7 +26,7 @@ def apply_mask(mask: Backdrop, output: Any) -> Any:
     """Also to tensors in a tuple or a dictionary, if samples are dropped: all get the same mask."""
     if isinstance(output, (Tensor, fx.Proxy)):
         return mask(output)
-    if mask.dims not in (0, (0,), [0]):
+    if not drops_samples(mask):
         raise TypeError(
             f"{type(mask).__name__} was put behind a module and needs a tensor, but got {type(output).__name__}; "
             "put it behind a module that returns one, or use Backdrop, which drops samples"

@@ -257,3 +257,9 @@ class Backdrop3d(_SpatialBackdrop):
     """
 
     _spatial = ("D", "H", "W")
+
+
+def drops_samples(layer: Backdrop, ndim: int | None = None) -> bool:
+    """Whether whole samples are its units, on tensors of so many axes if that is known."""
+    dims = (layer.dims,) if isinstance(layer.dims, int) else tuple(layer.dims)
+    return dims == (0,) or (ndim is not None and dims == (-ndim,))

@@ -15,7 +15,6 @@ layer  kind               lattice  field      stride  start   independent  note
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias, overload
 import torch
 from torch import fx, nn
 
+from backdrop._checks import nearest
 from backdrop.placement import shapes
 from backdrop.placement.geometry import rules
 from backdrop.placement.geometry.reach import NOTHING, Reach, hull
@@ -97,8 +97,7 @@ class Fields(list[Field]):
             return super().__getitem__(key)
         found = {**self._outputs, **{each.name: each for each in self}}
         if key not in found:
-            near = difflib.get_close_matches(key, found, 3, 0.5) or list(found)[:3]
-            raise KeyError(f"there is no layer {key!r}; the nearest are {', '.join(map(repr, near))}")
+            raise KeyError(f"there is no layer {key!r}{nearest(key, found)}")
         return found[key]
 
     def __str__(self) -> str:

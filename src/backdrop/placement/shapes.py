@@ -64,18 +64,10 @@ def name_of(node: fx.Node) -> str:
     if NAMED not in node.meta:
         times: Counter[str] = Counter()
         for other in node.graph.nodes:
-            name = _called(other)
+            name = graph.name_of(other)
             times[name] += other.op.startswith("call")
             other.meta[NAMED] = f"{name} ({times[name]})" if times[name] > 1 else name
     return str(node.meta[NAMED])
-
-
-def _called(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    owner = f"{stack[-1][0]}." if stack and stack[-1][0] else ""
-    return f"{owner}{getattr(node.target, '__name__', node.target)}"
 
 
 def shapes_of(model: nn.Module, calls: fx.Graph, input_shape: Sequence[int]) -> dict[fx.Node, torch.Size]:

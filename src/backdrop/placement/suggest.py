@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import fx, nn
 
 from backdrop._checks import check_positive
+from backdrop.layers import drops_samples
 from backdrop.placement.fields import Field, Followed, by, follow
 from backdrop.placement.geometry.sliding import Axes
 from backdrop.skip import graph
@@ -137,7 +138,7 @@ def _places(model: nn.Module, followed: Followed) -> list[_Place]:
         place = (field.size, field.stride, field.start, field.lattice, None if node in narrow else node)
         path = _path(model, node, calls)
         if graph.is_mask(model, node):
-            if graph.attribute(model, str(node.target)).dims not in (0, (0,), [0]):
+            if not drops_samples(graph.attribute(model, str(node.target))):
                 masks[place if node in narrow else (*place[:-1], node.all_input_nodes[0])] = str(node.target)
         elif path is not None:
             places[place] = _Place(path, field, followed.values[node].axes, node not in narrow, "")

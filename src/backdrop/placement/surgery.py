@@ -16,12 +16,12 @@ True
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from backdrop._checks import nearest
 from backdrop._inserted import NAME, inserted_mask, mask_and_copy_output, mask_output, unhook
 from backdrop.layers import Backdrop
 from backdrop.placement.shapes import check_model
@@ -110,9 +110,7 @@ def _check(model: nn.Module, name: str, mask: Backdrop, names: list[str]) -> Non
     if not isinstance(mask, Backdrop):
         raise TypeError(f"masks[{name!r}] has to be a Backdrop layer, but got {type(mask).__name__}")
     if name not in names:
-        near = difflib.get_close_matches(str(name), names, 3, 0.5) or names[:3]
-        among = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
-        raise ValueError(f"masks names {name!r}, but {type(model).__name__} has no such module{among}")
+        raise ValueError(f"masks names {name!r}, but {type(model).__name__} has no such module{nearest(name, names)}")
     module = model.get_submodule(name)
     if isinstance(module, Backdrop):
         raise ValueError(f"masks names {name!r}, which is a mask itself; set its p instead")

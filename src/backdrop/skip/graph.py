@@ -91,6 +91,15 @@ def trace(root: nn.Module, constants: Mapping[str, Any]) -> tuple[fx.Graph, dict
     return calls, tracer.reasons
 
 
+def name_of(node: fx.Node) -> str:
+    """The dotted path of the layer, or of the module that makes the call, and the call."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    owner = f"{stack[-1][0]}." if stack and stack[-1][0] else ""
+    return f"{owner}{getattr(node.target, '__name__', node.target)}"
+
+
 def returns_one_value(root: nn.Module) -> bool:
     """And not several in a tuple or a dictionary."""
     return isinstance(trace(root, {})[0].output_node().args[0], fx.Node)

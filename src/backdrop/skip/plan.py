@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from backdrop.layers import Backdrop
 from backdrop.skip import cost, graph, rules, statistics
+from backdrop.skip.steps import Axes, Call, Step, UnsupportedError
 
 CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
 
@@ -22,7 +23,7 @@ CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
 class Box(NamedTuple):
     """The cells of a value that belong to unit u: `size` of them from `step * u + start`, along each masked axis."""
 
-    axes: rules.Axes
+    axes: Axes
     step: tuple[int, ...]
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -32,14 +33,14 @@ class Box(NamedTuple):
 class Chain:
     """Steps that follow each other and run as one, see finish.py: a normalisation, and rectifiers around it."""
 
-    steps: list[rules.Step]
+    steps: list[Step]
 
     @property
     def kinds(self) -> list[str | None]:
         return [step.finishes for step in self.steps]
 
     @property
-    def norm(self) -> rules.Step | None:
+    def norm(self) -> Step | None:
         return next((step for step in self.steps if step.finishes == "norm"), None)
 
 
@@ -48,10 +49,10 @@ class Plan:
     """A stretch on inputs of known shape: what runs on windows, and where each value's windows lie."""
 
     stretch: graph.Stretch
-    steps: dict[fx.Node, rules.Step]
+    steps: dict[fx.Node, Step]
     boxes: dict[fx.Node, Box]
     shapes: dict[fx.Node, torch.Size]
-    refused: list[tuple[fx.Node, rules.UnsupportedError]] = field(default_factory=list)
+    refused: list[tuple[fx.Node, UnsupportedError]] = field(default_factory=list)
     # Steps that run as one, by the last of them.
     chains: dict[fx.Node, Chain] = field(default_factory=dict)
     # What values hold outside the map, where all that read them agree.
@@ -120,8 +121,8 @@ def make_plan(
     patch = (mask.patch,) * len(axes) if isinstance(mask.patch, int) else tuple(mask.patch)
     constants = _constants(stretch)
     boxes = {stretch.exit: Box(axes, patch, (0,) * len(axes), patch)}
-    steps: dict[fx.Node, rules.Step] = {}
-    refused: list[tuple[fx.Node, rules.UnsupportedError]] = []
+    steps: dict[fx.Node, Step] = {}
+    refused: list[tuple[fx.Node, UnsupportedError]] = []
     behind: set[fx.Node] = set()  # calls without a rule, and all that they are computed from
     for node in reversed(stretch.calls):
         if node in constants:
@@ -132,12 +133,12 @@ def make_plan(
         try:
             layer = graph.attribute(root, str(node.target)) if node.op == "call_module" else None
             overwrites = graph.overwrites_shared(root, node)
-            step = rules.find(rules.Call(node, layer, shapes, boxes[node].axes, policy, constants, overwrites))
+            step = rules.find(Call(node, layer, shapes, boxes[node].axes, policy, constants, overwrites))
             joined = {
                 source: _join(boxes.get(source), _input_box(boxes[node], step, axes))
                 for source, axes in step.inputs.items()
             }
-        except rules.UnsupportedError as reason:
+        except UnsupportedError as reason:
             refused.append((node, reason))
             behind.add(node)
             continue
@@ -194,7 +195,7 @@ def _find_fills(plan: Plan) -> None:
             plan.fills[value] = 0.0
 
 
-def _pads_with_infinity(step: rules.Step) -> bool:
+def _pads_with_infinity(step: Step) -> bool:
     return step.sliding is not None and math.isinf(step.sliding.fill)
 
 
@@ -217,7 +218,7 @@ def _constants(stretch: graph.Stretch) -> frozenset[fx.Node]:
     return frozenset(stretch.calls) - reached
 
 
-def _input_box(box: Box, step: rules.Step, axes: rules.Axes) -> Box:
+def _input_box(box: Box, step: Step, axes: Axes) -> Box:
     sliding = step.sliding
     if sliding is None:
         return box._replace(axes=axes)
@@ -230,7 +231,7 @@ def _join(a: Box | None, b: Box) -> Box:
     if a is None:
         return b
     if (a.axes, a.step) != (b.axes, b.step):
-        raise rules.UnsupportedError("its input also goes another way with another stride or order of axes")
+        raise UnsupportedError("its input also goes another way with another stride or order of axes")
     start = tuple(min(pair) for pair in zip(a.start, b.start, strict=True))
     ends = (max(x + m, y + n) for x, m, y, n in zip(a.start, a.size, b.start, b.size, strict=True))
     return Box(a.axes, a.step, start, tuple(end - first for end, first in zip(ends, start, strict=True)))

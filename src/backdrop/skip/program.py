@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from backdrop._inserted import has_other_hooks, inserted_mask
-from backdrop.layers import Backdrop
-from backdrop.skip import graph, rules, samples, statistics, stretches, tree
+from backdrop.layers import Backdrop, drops_samples
+from backdrop.skip import graph, samples, statistics, steps, stretches, tree
 from backdrop.skip.plan import make_plan
 from backdrop.skip.report import Entry, Report
 
@@ -92,7 +92,7 @@ class Programs:
     def _call_on_samples(self, module: nn.Module, mask: Backdrop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or not _is_active(mask):
             return module(*args, **kwargs)
-        if not _drops_samples(mask):
+        if not drops_samples(mask):
             raise ValueError(
                 f"Skip takes one tensor where positions are dropped, but got {len(args)} positional and {len(kwargs)} "
                 "named arguments; use skip_blocked on a model that holds the module and the mask"
@@ -210,7 +210,9 @@ class Program:
             for entry in self.entries:  # a pass for the shapes on one process would wait for the others
                 entry.last = "plain: SyncBatchNorm couples the samples of all processes"
             return Plan()
-        by_samples = all(_drops_samples(self._layer(stretch.mask)) for stretch in self.stretches)
+        by_samples = all(
+            drops_samples(graph.attribute(self.root, str(stretch.mask.target))) for stretch in self.stretches
+        )
         return self.plan({} if by_samples else graph.shapes(self.root, self.graph, inputs))
 
     def plan(self, shapes: dict[fx.Node, torch.Size]) -> Plan:
@@ -227,7 +229,7 @@ class Program:
             if self._is_overtaken(stretch):
                 entry.last = "plain: something else is changed in place while it runs"
                 continue
-            if _drops_samples(mask) or _drops_samples(mask, len(shapes[stretch.exit])):
+            if drops_samples(mask) or drops_samples(mask, len(shapes[stretch.exit])):
                 run, owned = self._skip_samples(stretch, mask, entry)
             else:
                 run, owned = self._skip_positions(stretch, mask, entry, shapes)
@@ -287,7 +289,7 @@ class Program:
         plan = make_plan(self.root, stretch, mask, shapes, self.order, self.policy)
         for node, reason in plan.refused:
             why = self.opaque.get(str(node.target), str(reason))
-            if self.strict and not isinstance(reason, rules.BatchStatisticsError):
+            if self.strict and not isinstance(reason, steps.BatchStatisticsError):
                 raise NotImplementedError(
                     f"Skip cannot compute {self._name(node)} for positions alone: {why}. Leave it out of the module, "
                     "or use skip_blocked, which skips what lies between it and the mask"
@@ -303,12 +305,7 @@ class Program:
         return graph.attribute(self.root, str(node.target)) if node.op == "call_module" else None
 
     def _name(self, node: fx.Node) -> str:
-        """The dotted path of the layer, or of the module that makes the call, and the call."""
-        if node.op == "call_module":
-            return self.path + str(node.target)
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        owner = f"{stack[-1][0]}." if stack else ""
-        return f"{self.path}{owner}{getattr(node.target, '__name__', node.target)}"
+        return self.path + graph.name_of(node)
 
 
 @dataclass
@@ -325,8 +322,3 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape
     return tuple((path, _shapes(leaf)) for path, leaf in tree.leaves(value) if isinstance(leaf, Tensor))
-
-
-def _drops_samples(mask: Any, ndim: int | None = None) -> bool:
-    dims = (mask.dims,) if isinstance(mask.dims, int) else tuple(mask.dims)
-    return dims == (0,) or (ndim is not None and dims == (-ndim,))

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from backdrop import functional
 from backdrop.layers import Backdrop
-from backdrop.skip import graph, rules, statistics
+from backdrop.skip import graph, statistics, steps
 from backdrop.skip.finish import Finish, Moments, cells_inside, finish
 from backdrop.skip.plan import Box, Chain, Plan
 from backdrop.skip.windows import Inside, Kept, Windows, cut, find_windows, paste
@@ -91,7 +91,7 @@ class Run:
             else:
                 read = {source: self._read(step, source, windows, values[source]) for source in step.inputs}
                 args, kwargs = graph.arguments(node, {**values, **read})
-                where = rules.Where(partial(windows.positions, plan.boxes[node]), self._sizes(step))
+                where = steps.Where(partial(windows.positions, plan.boxes[node]), self._sizes(step))
                 values[node] = step.run(self.root, args, kwargs, where)
                 del read, args, kwargs
             if node in plan.fills and node not in plan.chains:
@@ -124,7 +124,7 @@ class Run:
         how = Finish(kinds[0] == "relu", moments, cells, last, inside, box.axes, plan.fills.get(node, 0.0))
         return finish(x, gamma, beta, how)
 
-    def _read(self, step: rules.Step, source: fx.Node, windows: Windows, x: Tensor) -> Tensor:
+    def _read(self, step: steps.Step, source: fx.Node, windows: Windows, x: Tensor) -> Tensor:
         """One of a step's inputs, cut down to the cells it reads, padded where they lie outside the map."""
         have, need = self.plan.boxes[source], self.plan.need(step.node, source)
         for axis, a, b, m, n in zip(need.axes, have.start, need.start, have.size, need.size, strict=True):
@@ -133,7 +133,7 @@ class Run:
             x = _fill(x, windows.inside[self.plan.map(source, need)], need.axes, step.sliding.fill)
         return x
 
-    def _sizes(self, step: rules.Step) -> tuple[int, ...]:
+    def _sizes(self, step: steps.Step) -> tuple[int, ...]:
         source, axes = next(iter(step.inputs.items()))
         return tuple(self.plan.shapes[source][axis] for axis in axes)
 
@@ -206,7 +206,7 @@ class Run:
             yield
 
 
-def _fill(x: Tensor, inside: Inside, axes: rules.Axes, value: float) -> Tensor:
+def _fill(x: Tensor, inside: Inside, axes: steps.Axes, value: float) -> Tensor:
     """Set the cells of windows outside the map to `value`."""
     return x if inside.complete else finish(x, None, None, Finish(inside=inside.ranges, axes=axes, fill=value))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from backdrop.skip import rules
+from backdrop.skip import steps
 from backdrop.skip.plan import Box, Plan
 
 LOOK_AGAIN = 16  # steps after which to look again whether the incoming gradient is zero at kept units
@@ -151,13 +151,13 @@ def _any_of(alive: Tensor, axis: int, patch: int) -> Tensor:
     return alive.reshape(*alive.shape[:axis], -1, patch, *alive.shape[axis + 1 :]).any(axis + 1)
 
 
-def cut(x: Tensor, windows: Windows, node: fx.Node, axes: rules.Axes) -> Tensor:
+def cut(x: Tensor, windows: Windows, node: fx.Node, axes: steps.Axes) -> Tensor:
     """Windows of a map; cells outside it repeat the nearest one inside. Channels vary fastest in memory."""
     order = (0, *axes, *(axis for axis in range(1, x.ndim) if axis not in axes))
     return x.permute(order)[_cells(windows, node)].permute(_inverse(order))
 
 
-def paste(grad: Tensor, x: Tensor, windows: Windows, node: fx.Node, axes: rules.Axes) -> Tensor:
+def paste(grad: Tensor, x: Tensor, windows: Windows, node: fx.Node, axes: steps.Axes) -> Tensor:
     """The opposite of `cut`: add the gradients of windows up where they were cut."""
     order = (0, *axes, *(axis for axis in range(1, x.ndim) if axis not in axes))
     shape = [x.shape[axis] for axis in order]

@@ -24,6 +24,7 @@ from backdrop.placement.geometry import sliding
 from backdrop.placement.geometry.reach import window
 from backdrop.placement.geometry.sliding import Call, Effect, UnboundedError, as_tuple, slides
 from backdrop.skip import rules as skip_rules
+from backdrop.skip import steps
 
 CELL_BY_CELL = skip_rules.FUNCTIONS[torch.relu]
 COUPLED = "its statistics couple all positions of a sample; they are not counted"
@@ -64,13 +65,13 @@ def _axes_of_same_shape(call: Call) -> sliding.Axes:
     return call.axes[call.source] if same else ()
 
 
-def _as_for_windows(call: Call, rule: Callable[[skip_rules.Call], skip_rules.Step]) -> Effect:
+def _as_for_windows(call: Call, rule: Callable[[steps.Call], steps.Step]) -> Effect:
     if rule is CELL_BY_CELL:
         return _same_cell(call)
     axes = tuple(axis + 2 for axis in sliding.spatial(call))
     try:
-        step = rule(skip_rules.Call(call.node, call.layer, dict(call.shapes), axes, "frozen"))
-    except skip_rules.UnsupportedError as error:
+        step = rule(steps.Call(call.node, call.layer, dict(call.shapes), axes, "frozen"))
+    except steps.UnsupportedError as error:
         raise UnboundedError(str(error), axes) from None
     assert step.sliding is not None
     kernel, stride, padding, dilation, _ = step.sliding
