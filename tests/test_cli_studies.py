@@ -197,6 +197,24 @@ def test_report_in_all_formats(tmp_path):
     assert list((tmp_path / "pictures").glob("*.png"))
 
 
+def test_a_study_in_one_file_gives_the_same_report(tmp_path):
+    run("run", FILE)
+    assert run("report", "tiny-quick", "--format", "json", "--out", "kept/tiny.json") == "kept/tiny.json\n"
+    for kind in ("md", "csv"):
+        run("report", "tiny-quick", "--format", kind, "--out", f"first/report.{kind}")
+        assert run("report", "kept/tiny.json", "--format", kind, "--out", f"again/report.{kind}")
+    first, again = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("first", "again"))
+    texts = [name for name in first if not name.endswith(".png")]
+    assert len(texts) == 3
+    assert first.keys() == again.keys()
+    assert {name: first[name] for name in texts} == {name: again[name] for name in texts}
+    assert run("report", "kept/tiny.json") == "kept/report.html\n"
+    (tmp_path / "other.json").write_text('{"format": "other"}')
+    assert "has to be of the format 'backdrop study 1'" in run("report", "other.json", code=1)
+    (tmp_path / "other.json").write_text("[")
+    assert "has to be a study as `backdrop report --format json` writes it" in run("report", "other.json", code=1)
+
+
 def test_tune_ends_with_the_command_that_runs_the_best(tmp_path):
     output = run("tune", FILE, "--trials", "4")
     assert "4 of 4 trials done" in output

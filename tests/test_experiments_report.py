@@ -470,7 +470,7 @@ def test_where_reports_go(tmp_path):
         write_report(AUC, "s", records, tmp_path / "page.txt", format="html")
     with pytest.raises(NotADirectoryError, match=r"b\.html is a file, not a folder"):
         write_report(AUC, "s", records, path / "below" / "page.html", format="html")
-    with pytest.raises(ValueError, match="one of html, md, csv, png, but got 'pdf'"):
+    with pytest.raises(ValueError, match="one of html, md, csv, png, json, but got 'pdf'"):
         write_report(AUC, "s", records, tmp_path, format="pdf")
 
 

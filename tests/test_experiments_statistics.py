@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import made_up
 from backdrop.experiments.report import statistics as module
+from backdrop.experiments.report import tables
 from backdrop.experiments.report.statistics import ENOUGH, Estimate, Results, estimate, paired
 from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS
 
@@ -142,6 +143,33 @@ def test_batch_sizes_are_compared_with_themselves():
             other = {r.settings["seed"]: r.metrics["auc"] for r in control.records}
             assert results.gain(c).mean == pytest.approx(np.mean([value[s] - other[s] for s in value]))
     assert sum(results.control(c) is None for c in results.configurations) == 3
+
+
+def chosen(*rows):
+    """Trials of `auc` with masks, batch sizes, learning rates and results."""
+    return [
+        made_up.record({"batch_size": size, "p": p, "lr": lr, "seed": seed}, {"auc": auc + seed}, metric="auc")
+        for size, p, lr, auc in rows
+        for seed in range(6)
+    ]
+
+
+def test_a_learning_rate_chosen_for_each_configuration_is_no_axis():
+    results = Results(AUC, chosen((32, 0.0, 0.1, 1.0), (32, 0.9, 0.2, 3.0), (64, 0.0, 0.1, 2.0), (64, 0.9, 0.1, 7.0)))
+    assert (results.varied, results.axes) == (("lr", "batch_size", "p"), ("batch_size", "p"))
+    gains = {c.settings["batch_size"]: results.gain(c).mean for c in results.configurations if results.is_masked(c)}
+    assert gains == {32: 2.0, 64: 5.0}
+    table = tables.configurations(results)
+    assert list(table.headings[:3]) == ["batch size", "p", "lr"]
+    assert "its own lr" in table.note
+
+
+def test_a_learning_rate_that_tells_configurations_apart_is_an_axis():
+    results = Results(AUC, chosen((32, 0.0, 0.1, 1.0), (32, 0.9, 0.1, 3.0), (32, 0.0, 0.2, 2.0), (32, 0.9, 0.2, 7.0)))
+    assert results.axes == ("lr", "p")
+    gains = {c.settings["lr"]: results.gain(c).mean for c in results.configurations if results.is_masked(c)}
+    assert gains == {0.1: 2.0, 0.2: 5.0}
+    assert "its own" not in tables.configurations(results).note
 
 
 def test_what_is_not_complete_or_no_number_is_not_counted():

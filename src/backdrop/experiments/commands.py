@@ -175,10 +175,12 @@ def status(
 
 @app.command()
 def report(
-    study: Annotated[str, typer.Argument(help="The name of the study, or its folder.", show_default=False)],
+    study: Annotated[
+        str, typer.Argument(help="The name of the study, its folder, or a JSON file.", show_default=False)
+    ],
     storage: Place = None,
     folder: Folder = Path("runs"),
-    format_: Annotated[str, typer.Option("--format", help="html, md, csv or png.")] = "html",
+    format_: Annotated[str, typer.Option("--format", help="html, md, csv, png or json.")] = "html",
     out: Annotated[
         Path | None, typer.Option(help="A file or a folder. Else the study's folder.", show_default=False)
     ] = None,
@@ -192,6 +194,7 @@ def report(
         folder = folder.expanduser()
         with open_study(study, storage, folder) as found:
             home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
+            home = home.parent if home.is_file() else home
             kind, records = found.spec.find_task(), found.records()
             files = write_report(
                 kind,
@@ -200,6 +203,7 @@ def report(
                 out or home,
                 format=format_,  # type: ignore[arg-type]  # checked there
                 command=again(found.name, found.spec, records),
+                spec=found.spec,
             )
         for path in files:
             print(path)

@@ -126,8 +126,12 @@ class Ponce(Images):
             seeds=8,
         ),
         "paper": Preset(
-            {"epochs": 100, "width": 64},
-            product(batch_size=[8, 32, 64, 128, 256], p=[0.0, 0.5, 0.75, 0.875, 0.9375]),
+            {"width": 64},
+            [
+                {"batch_size": batch_size, "epochs": epochs, "p": p}
+                for batch_size, epochs in ((8, 40), (32, 80), (64, 120), (128, 200), (256, 300))
+                for p in (0.0, 0.5, 0.75, 0.875, 0.9375)
+            ],
             seeds=25,
         ),
     }

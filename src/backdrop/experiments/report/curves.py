@@ -55,7 +55,7 @@ def _to_draw(results: Results) -> dict[Configuration, str]:
         return {c: f"rank {i + 1}" for i, c in enumerate(ranked[:MOST])}
     control = results.control(ranked[0]) if ranked else None
     kept = [*([control] if control in known else []), *(c for c in ranked if c is not control)][:MOST]
-    names = {c: wording.label(c.settings, results.varied, results.task.masks) for c in known}
+    names = {c: wording.label(c.settings, results.axes, results.task.masks) for c in known}
     first = sorted(kept, key=results.is_masked) if len(known) <= MOST else kept
     return {c: names[c] or "all trials" for c in first if c is not None}
 

@@ -50,10 +50,10 @@ def _any_task(results: Results) -> list[Picture]:
 def _against_p(
     results: Results, measure: Measure, name: str, what: str, *, level: float | None = None, note: str = ""
 ) -> list[Picture]:
-    """One line per value of the other varied settings."""
+    """One line per value of the other axes."""
     counts = {mask: len({c.settings.get(mask) for c in results.measured}) for mask in results.masks}
     mask = max(counts, key=lambda key: counts[key])
-    others = [key for key in results.varied if key != mask]
+    others = [key for key in results.axes if key != mask]
     groups: dict[str, list[tuple[float, Estimate]]] = {}
     for c in results.measured:
         found = measure(c)
@@ -95,7 +95,7 @@ def _extremes(points: Sequence[tuple[str, float, float]], mask: str, what: str) 
 def _heat_map(results: Results, metric: str) -> list[Picture]:
     """Over the two masks, where the other settings are those with most cells, and among these the last."""
     first, second = results.task.masks[:2]
-    others = [name for name in results.varied if name not in (first, second)]
+    others = [name for name in results.axes if name not in (first, second)]
     groups: dict[str, dict[tuple[float, float], float]] = {}
     for c in results.measured:
         found = results.estimate(c, metric)
@@ -129,7 +129,7 @@ def _heat_map(results: Results, metric: str) -> list[Picture]:
 def _by_configuration(results: Results, measures: Mapping[str, Measure], name: str = "configurations") -> Picture:
     """A row per configuration."""
     rows = _spread(results.measured, MOST_ROWS)
-    labels = [wording.label(c.settings, results.varied, results.task.masks) or "all trials" for c in rows]
+    labels = [wording.label(c.settings, results.axes, results.task.masks) or "all trials" for c in rows]
     series = {what: [measure(c) for c in rows] for what, measure in measures.items()}
     figure, axes = drawing.new_figure(1.5 + 0.36 * len(rows) * max(1, 0.6 * len(series)))
     drawing.dots(axes, labels, series)

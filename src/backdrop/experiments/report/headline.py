@@ -122,7 +122,7 @@ def _interval(found: Estimate, digits: int) -> str:
 
 
 def _others(results: Results, configuration: Configuration) -> str:
-    names = [name for name in results.varied if name not in results.task.masks]
+    names = [name for name in results.axes if name not in results.task.masks]
     return wording.label(configuration.settings, names)
 
 
@@ -132,5 +132,5 @@ def _place(results: Results, configuration: Configuration) -> str:
 
 
 def _at(results: Results, configuration: Configuration) -> str:
-    told = wording.label(configuration.settings, results.varied)
+    told = wording.label(configuration.settings, results.axes)
     return f" at {told}" if told else ""

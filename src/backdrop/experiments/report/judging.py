@@ -100,7 +100,7 @@ def where(results: Results, **wanted: Any) -> list[Configuration]:
 def named(results: Results, configuration: Configuration | None) -> str:
     if configuration is None:
         return ""
-    others = [name for name in results.varied if name not in results.task.masks]
+    others = [name for name in results.axes if name not in results.task.masks]
     return wording.label(configuration.settings, [*others, *results.task.masks])
 
 

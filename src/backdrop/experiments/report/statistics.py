@@ -30,6 +30,9 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 ENOUGH = 5
 
+# Settings that may be chosen for each configuration, on validation data, and are then no axes of a study.
+CHOSEN = ("lr", "weight_decay", "epochs", "passes")
+
 # Settings that, like masks, are off in the configuration to beat.
 OFF: Mapping[str, Mapping[str, Any]] = {"gp": {"crop": None}}
 
@@ -115,6 +118,9 @@ class Configuration:
 class Results:
     """The records of a study by configuration.
 
+    `varied` are the settings that are not the same everywhere, `axes` those of them that tell configurations apart: not
+    a learning rate that each has for its own.
+
     Args:
         task: says which settings are masks and which metric counts.
         records: in any order, in any state.
@@ -134,18 +140,20 @@ class Results:
         self.masks = tuple(name for name in task.masks if name in self.varied)
         groups: dict[Hashable, list[Record]] = {}
         for record in begun:
-            groups.setdefault(self._key(record.settings), []).append(record)
-        found = {key: Configuration(_without_seed(group[0].settings), group) for key, group in groups.items()}
-        self._by_key = found
-        self.configurations = sorted(found.values(), key=self._order)
+            groups.setdefault(_frozen(_without_seed(record.settings)), []).append(record)
+        found = [Configuration(_without_seed(group[0].settings), group) for group in groups.values()]
+        self.axes = self.varied
+        for name in CHOSEN:
+            fewer = tuple(axis for axis in self.axes if axis != name)
+            if len({_place(c.settings, fewer) for c in found}) == len(found):
+                self.axes = fewer
+        self._by_place = {_place(c.settings, self.axes): c for c in found}
+        self.configurations = sorted(found, key=self._order)
         self._estimates: dict[tuple[int, str], Estimate | None] = {}
-
-    def _key(self, settings: Mapping[str, Any]) -> Hashable:
-        return _frozen(_without_seed(settings))
 
     def _order(self, configuration: Configuration) -> Any:
         s = configuration.settings
-        others = [_sortable(s.get(name)) for name in self.varied if name not in self.masks]
+        others = [_sortable(s.get(name)) for name in self.axes if name not in self.masks]
         masks = [_sortable(s.get(name)) for name in self.masks]
         return others, sum(bool(s.get(name)) for name in self.masks), masks
 
@@ -170,10 +178,13 @@ class Results:
         return any(configuration.settings.get(name) for name in self.task.masks)
 
     def control(self, configuration: Configuration) -> Configuration | None:
-        """The configuration to beat: the same without masks. None if it is not there, or if it is this one."""
+        """The configuration to beat: the same without masks, but for what was chosen for each of the two.
+
+        None if it is not there, or if it is this one.
+        """
         off = {name: 0.0 for name in self.task.masks if name in configuration.settings}
         off |= {name: v for name, v in OFF.get(self.task.name, {}).items() if name in configuration.settings}
-        found = self._by_key.get(self._key({**configuration.settings, **off}))
+        found = self._by_place.get(_place({**configuration.settings, **off}, self.axes))
         return None if found is configuration else found
 
     def difference(self, configuration: Configuration, metric: str | None = None) -> Estimate | None:
@@ -217,6 +228,11 @@ class Results:
 
 def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "seed"}
+
+
+def _place(settings: Mapping[str, Any], axes: Sequence[str]) -> Hashable:
+    """Where a configuration lies along some axes."""
+    return tuple(_frozen(settings.get(name)) for name in axes)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -67,8 +67,9 @@ def _digits(results: Results, metric: str) -> int:
 def configurations(results: Results, *, brief: bool = False) -> Table:
     """A row per configuration: every metric, or the main one alone, the gain over no masks, seeds and time."""
     names, best = metrics(results)[: 1 if brief else None], results.best(results.measured)
-    others = [name for name in results.varied if name not in results.masks]
-    settings = [*others, *results.masks]
+    others = [name for name in results.axes if name not in results.masks]
+    chosen = [name for name in results.varied if name not in results.axes]
+    settings = [*others, *results.masks, *chosen]
     gains, ratios = ({c: of(c) for c in results.configurations} for of in (results.gain, results.ratio))
     has_gain, has_ratio = any(gains.values()), results.task.name == "cifar10" and any(ratios.values())
     rows = []
@@ -92,6 +93,8 @@ def configurations(results: Results, *, brief: bool = False) -> Table:
         "Mean ± standard deviation over seeds, and below it the 95% bootstrap interval of the mean. "
         "Gain: improvement over the same settings without masks, paired by seed; above 0 is better."
     )
+    if chosen:
+        note += f" Every configuration has its own {' and '.join(map(wording.setting_name, chosen))}."
     return Table(headings, rows, len(settings), note)
 
 
@@ -162,7 +165,7 @@ def failures(results: Results) -> Table | None:
         if record.state == "complete" and not is_finite(value):
             reason = f"complete, but {results.task.metric} is {'missing' if value is None else value}"
         if reason:
-            name = wording.label(record.settings, results.varied, results.task.masks) or record.key
+            name = wording.label(record.settings, results.axes, results.task.masks) or record.key
             rows.append([Cell(name), Cell(wording.value(record.settings.get("seed"))), Cell(reason)])
     return Table(["configuration", "seed", "reason"], rows, 3) if rows else None
 

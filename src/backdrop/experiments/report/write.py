@@ -1,7 +1,8 @@
 """A study as one page: `backdrop report STUDY` writes it, from the records alone.
 
 The page is one HTML file that needs no network and no scripts. The same content comes as Markdown with PNG pictures, as
-CSV files (a row per trial, a row per configuration), or as the pictures alone.
+CSV files (a row per trial, a row per configuration), or as the pictures alone; and the trials as JSON, from which the
+report can be made again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from backdrop.experiments.report.drawing import Picture
 from backdrop.experiments.report.figures import pictures
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.tables import Cell, Table
+from backdrop.experiments.study.archive import pack
+from backdrop.experiments.study.plan import Spec
 from backdrop.experiments.task import Task
 
 __all__ = ["Format", "write_report"]
 
-Format = Literal["html", "md", "csv", "png"]
-FORMATS = ("html", "md", "csv", "png")
+Format = Literal["html", "md", "csv", "png", "json"]
+FORMATS = ("html", "md", "csv", "png", "json")
 PAPER = "Siavash Golkar and Kyle Cranmer, Backdrop: Stochastic Backpropagation, 2018"
 ADDRESS = "https://arxiv.org/abs/1806.01337"
 INTERVALS = (
@@ -48,6 +51,7 @@ def write_report(
     *,
     format: Format,  # noqa: A002  # the option's name
     command: str | None = None,
+    spec: Spec | None = None,
     notes: Sequence[str] = (),
 ) -> list[Path]:
     """Writes a report, and returns its files: those are put in place whole.
@@ -57,15 +61,20 @@ def write_report(
         study: its name.
         records: its trials, in any state.
         out: a folder, or a file that ends in the format; where there are several files, their names begin like it.
-        format: "html", "md" (with pictures beside it), "csv" (two files) or "png" (a file per picture).
+        format: "html", "md" (with pictures beside it), "csv" (two files), "png" (a file per picture) or "json".
         command: how to run the study again.
+        spec: what the study is about; for "json" alone, which cannot do without.
         notes: remarks to put at the top.
     """
     if format not in FORMATS:
         raise ValueError(f"format has to be one of {', '.join(FORMATS)}, but got {format!r}")
     folder, stem = _place(Path(out).expanduser(), format)
     results = Results(task, records)
-    if format == "csv":
+    if format == "json":
+        if spec is None:
+            raise ValueError("spec has to be given for the format json, but got None")
+        files = {f"{stem}.json": pack(study, spec, records)}
+    elif format == "csv":
         files = {
             f"{stem}-trials.csv": exports.trials(results),
             f"{stem}-configurations.csv": exports.configurations(results),

@@ -3,5 +3,6 @@
 `plan.py` says what a study consists of, `study.py` keeps its trials and the rules by which they are handed out,
 `worker.py` works through them. `storage.py` and `journal.py` are where they lie, `alive.py` tells dead workers,
 `crew.py` starts several, `interrupts.py` lets them stop. `runs.py` is what the commands do, `live.py` what they show;
-`tune.py` is the search, `plain.py` runs without Optuna, `lookup.py` finds studies.
+`tune.py` is the search, `plain.py` runs without Optuna, `archive.py` keeps a study in one
+file, `lookup.py` finds studies.
 """

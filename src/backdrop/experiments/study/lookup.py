@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backdrop.experiments.settings import nearest
+from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.plain import SPEC, PlainStudy
 from backdrop.experiments.study.plan import Readable
 from backdrop.experiments.study.storage import JOURNAL, open_storage
@@ -37,7 +38,7 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
     """A study that is there.
 
     Args:
-        name: of the study, or the path of its folder.
+        name: of the study, or the path of its folder or of a JSON file that holds it.
         storage: that it is in; its own folder by default.
         folder: that has the folders of studies.
     """
@@ -46,6 +47,9 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
 
         with open_storage(storage) as opened:
             yield Study(opened, name)
+        return
+    if name.endswith(".json") and Path(name).is_file():
+        yield Archive(Path(name))
         return
     homes = [home for home in (folder / name, Path(name)) if _is_study(home)]
     if not homes:
