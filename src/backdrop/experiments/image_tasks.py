@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backdrop.experiments import data, models
+from backdrop.experiments.attacks import Attack, Pixels, accuracy_under, fgsm, pgd
 from backdrop.experiments.models import Norm
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, percent_right, product
 from backdrop.layers import Backdrop, Backdrop2d
@@ -78,6 +79,7 @@ class Images(Classification):
         parts = [Examples(F.avg_pool2d(x.images.float(), s.shrink), x.labels) for x in self.sets(device)]
         std, mean = torch.std_mean(parts[0].inputs, (0, 2, 3), keepdim=True)
         parts = [Examples((inputs - mean) / std, labels) for inputs, labels in parts]
+        self.pixels = Pixels((0 - mean) / std, (255 - mean) / std)
         if s.judge == "validation":
             parts = list(hold_out(parts[0], 0.2, s.seed))
         return _some(parts[0], s.samples, s.seed), _some(parts[1], s.test_samples, s.seed)
@@ -90,10 +92,22 @@ def _some(examples: Examples, count: int | None, seed: int) -> Examples:
     return hold_out(examples, count / len(examples.labels), seed)[1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CIFAR10Settings(MaskedImageSettings):
+    """Of `cifar10`.
+
+    Args:
+        attacks: measure accuracy under attack at the end, with FGSM and PGD-20, of 2/255 and 8/255.
+    """
+
+    attacks: bool = False
+
+
 class CIFAR10(Images):
     """CIFAR-10, with a mask on the network's 6 x 6 map of scores."""
 
     name = "cifar10"
+    Settings = CIFAR10Settings
     metric = "loss"
     maximize = False
     presets: ClassVar[dict[str, Preset]] = {
@@ -110,6 +124,16 @@ class CIFAR10(Images):
     def model(self) -> nn.Module:
         s = self.settings
         return models.all_cnn(mask=Backdrop2d(s.p, exact=s.exact), width=s.width, norm=s.norm)
+
+    def examine(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        if not self.settings.attacks:
+            return {}
+        kinds: dict[str, Attack] = {"fgsm": fgsm, "pgd": pgd}
+        return {
+            f"{name}_{radius}": accuracy_under(attack, model, *examples, radius / 255, self.pixels)
+            for name, attack in kinds.items()
+            for radius in (2, 8)
+        }
 
     def units(self) -> dict[str, int]:
         return {"p": 36}

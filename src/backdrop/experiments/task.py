@@ -179,6 +179,10 @@ class Task(ABC):
     def evaluate(self, outputs: Any, labels: Tensor) -> dict[str, float]:
         """Metrics over all outputs for the data to evaluate on; `metric` is one of them."""
 
+    def examine(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """More metrics, of a trained model in eval mode on the data to evaluate on; measured once, at the end."""
+        return {}
+
     def units(self) -> dict[str, int]:
         """For each mask, how many units it chooses from: `tune` searches from keeping one of them to keeping all."""
         return dict.fromkeys(self.masks, 1000)

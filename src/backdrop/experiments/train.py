@@ -215,6 +215,9 @@ class _Training:
             writer.close()
         names = {"epoch", "step", "loss", "lr", "seconds"}
         metrics = {name.removeprefix("test "): self.curve[-1][name] for name in self.curve[-1] if name not in names}
+        if self._first:
+            self.model.eval()
+            metrics |= self.task.examine(self.model.module, self.judge)
         return {
             "key": self.task.key,
             "task": self.task.name,

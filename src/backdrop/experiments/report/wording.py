@@ -36,6 +36,10 @@ METRICS = {
     "dist_minibatch": "L_dist on minibatches",
     "small": "accuracy at the small scale",
     "large": "accuracy at the large scale",
+    "fgsm_2": "accuracy under FGSM, 2/255",
+    "fgsm_8": "accuracy under FGSM, 8/255",
+    "pgd_2": "accuracy under PGD-20, 2/255",
+    "pgd_8": "accuracy under PGD-20, 8/255",
 }
 
 
