@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench clean
+.PHONY: test demo lint docs bench dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -29,8 +29,21 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_textures.py
 	$(BIN)/python benchmarks/bench_data.py
 
+# What is released: a wheel and an sdist, each tried in an environment that has nothing but torch.
+dist: $(VENV)/installed
+	rm -rf dist $(VENV)/empty
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(VENV)/empty
+	for package in dist/*.whl dist/*.tar.gz; do \
+		$(VENV)/empty/bin/pip install --quiet --constraint $(VENV)/constraints.txt $$package && \
+		$(VENV)/empty/bin/python tests/smoke.py && \
+		$(VENV)/empty/bin/pip uninstall --quiet --yes torch-backdrop || exit 1; \
+	done
+	rm -rf $(VENV)/empty
+
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) dist site
 
 # timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part. Both
 # lie aside, where only tests look: other libraries import torchvision wherever they see it.
