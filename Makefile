@@ -23,11 +23,7 @@ docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/bench_layer.py
-	$(BIN)/python benchmarks/bench_skip.py
-	$(BIN)/python benchmarks/bench_losses.py
-	$(BIN)/python benchmarks/bench_textures.py
-	$(BIN)/python benchmarks/bench_data.py
+	$(BIN)/python benchmarks/bench_all.py
 
 # What is released: a wheel and an sdist, each tried in an environment that has nothing but torch.
 dist: $(VENV)/installed

@@ -78,7 +78,7 @@ def test_claims_pair_seeds():
         for seed in range(6)
     ]
     first = claims("gp", records)[0]
-    assert first.here == "by 1.0 points (1.0 to 1.0, 6 seeds) with p_small 0.9, p_large 0.9"
+    assert first.here == "by 1.0 ± 0.0 points (1.0 to 1.0, 6 seeds) with p_small 0.9, p_large 0.9"
     assert first.verdict == "yes"
 
 
@@ -97,3 +97,25 @@ def test_table_2_says_what_the_text_says():
     assert max(GP_TABLE, key=lambda row: row.accuracy)[:4] == (0.99, 0.94, None, 66.2)
     assert rows[0.0, 0.0, None].accuracy == 45.9
     assert len(rows) == 11
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ((1.0, 1.0), "yes"),
+        ((1.0, -1.0), "partly"),
+        ((1.0, 0.0), "partly"),
+        ((0.0, 0.0), "not clear"),
+        ((0.0, -1.0), "no"),
+    ],
+)
+def test_what_holds_for_some_batch_sizes_is_partly_so(gains, verdict):
+    records = [
+        made_up.record(
+            {"batch_size": size, "p": p, "seed": seed}, {"auc": (gain + 0.1 * (-1) ** seed) * p}, metric="auc"
+        )
+        for size, gain in zip((32, 2048), gains, strict=True)
+        for p in (0.0, 0.9)
+        for seed in range(6)
+    ]
+    assert claims("auc", records)[0].verdict == verdict

@@ -60,6 +60,20 @@ def test_versions_agree():
     assert f"## {backdrop.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_benchmark_page_opens_with_all_of_them(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_all
+
+    table = bench_all.table(bench_all.RESULTS, {"cpu": "CPU", "h200": "H200"})
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"<!-- all -->\n\n{table}\n<!-- end of all -->" in page
+    layers = json.loads((bench_all.RESULTS / "layer-cpu.json").read_text())["rows"]
+    (ratio,) = (r["time_over_dropout"] for r in layers if (r["layer"], r["dtype"]) == ("Backdrop2d", "float32"))
+    assert bench_all.found_in(bench_all.RESULTS, "cpu")["masking layer against `nn.Dropout`, time"] == pytest.approx(
+        1 / ratio
+    )
+
+
 @pytest.mark.parametrize("name", ["layer-cpu", "layer-h200"])
 def test_the_benchmark_page_shows_the_measured_figures(name):
     page = (ROOT / "docs" / "benchmarks.md").read_text()

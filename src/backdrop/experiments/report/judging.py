@@ -1,7 +1,8 @@
 """How a sentence of the paper is held against the records of a study.
 
 Every claim comes down to a number per seed that has to be above 0, such as a difference between two configurations.
-"yes" and "no" are for means whose 95% interval leaves no other answer; everything else is "not clear".
+"yes" and "no" are for means whose 95% interval leaves no other answer; everything else is "not clear". What is said of
+every batch size and holds for some of them is "partly" so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Effects = Mapping[Any, float]  # a number per seed
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, its numbers, ours, and whether ours agree: yes, no, not clear or not measured."""
+    """A sentence of the paper, its numbers, ours, and whether ours agree: yes, partly, no, not clear or not measured."""
 
     claim: str
     paper: str
@@ -41,9 +42,9 @@ class Claim(NamedTuple):
 
 
 def told(found: Estimate, unit: str, digits: int) -> str:
-    """A mean, its interval and the number of seeds."""
+    """A mean, its standard deviation, its interval and the number of seeds."""
     ends, seeds = wording.interval(found, digits), wording.count(found.n, "seed")
-    number = f"{wording.number(found.mean, digits)} {unit}".strip()
+    number = f"{wording.plus_minus(found, digits)} {unit}".strip()
     return f"{number} ({f'{ends}, ' if ends else ''}{seeds})"
 
 
@@ -135,7 +136,9 @@ def everywhere(claim: str, paper: str, effects: Mapping[int, Effects]) -> Claim:
     signs = [gain.beyond() for gain in gains.values()]
     sizes = ", ".join(map(str, gains))
     here = f"better at {signs.count(True)} of {len(signs)} (batch sizes {sizes}), worse at {signs.count(False)}"
-    return Claim(claim, paper, here, "no" if False in signs else "yes" if all(signs) else "not clear")
+    if True in signs:
+        return Claim(claim, paper, here, "yes" if all(signs) else "partly")
+    return Claim(claim, paper, here, "no" if False in signs else "not clear")
 
 
 def ends(sizes: Mapping[int, Size]) -> tuple[int, int] | None:
