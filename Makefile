@@ -38,8 +38,21 @@ dist: $(VENV)/installed
 	done
 	rm -rf $(VENV)/empty
 
+# The core with the oldest torch that is supported, in an environment that has little else.
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
+CORE := checks fields functional layers losses schedules skip_* placement_* textures
+
+oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n auto $(CORE:%=tests/test_%.py)
+
+.venv-oldest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable . hypothesis matplotlib numpy pytest pytest-xdist rich scikit-learn
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist site
+	rm -rf $(VENV) .venv-oldest bench dist site
 
 # timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part. Both
 # lie aside, where only tests look: other libraries import torchvision wherever they see it.
