@@ -377,27 +377,41 @@ def test_compiled_layers_draw_fresh_masks_and_never_recompile(backend, exact, pa
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("scale", ["count", "eq1", "probability", None])
 @pytest.mark.parametrize(("tensor", "graphs"), [(True, 1), (False, 3)])
-def test_a_schedule_does_not_recompile_at_every_step(exact, tensor, graphs):
+def test_a_schedule_does_not_recompile_at_every_step(exact, scale, tensor, graphs):
     # A tensor is one graph for all p. A number is compiled once as a constant and once for any value, plus p = 0.
-    layer = Backdrop(torch.tensor(0.9) if tensor else 0.9, exact=exact)
+    layer = Backdrop(torch.tensor(0.9) if tensor else 0.9, exact=exact, scale=scale)
     compilations = []
 
-    def backend(graph, example_inputs):
+    def backend(graph, example_inputs):  # one that takes the backward pass too, and makes constants of what it must
         compilations.append(graph)
-        return graph
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
 
     compiled = torch.compile(lambda x: layer(x * 1).sum(), fullgraph=True, backend=backend)
     schedule = LinearP(layer, start=0.0, end=0.95, steps=19)
     for _ in range(20):
         x = torch.randn(40, 2, requires_grad=True)
         (gradient,) = torch.autograd.grad(compiled(x), x)
-        kept = gradient[:, 0].count_nonzero().item()
+        kept, p = gradient[:, 0].count_nonzero().item(), schedule.get_last_p()[0]
         if exact:
-            assert kept == max(1, round(40 * (1 - schedule.get_last_p()[0])))
-        assert gradient.sum().item() == pytest.approx(80, rel=1e-5)
+            assert kept == max(1, round(40 * (1 - p)))
+        weight = {"count": 40 / kept, "eq1": (1 - p) * 40 / kept, "probability": 1 / (1 - p), None: 1.0}[scale]
+        assert gradient.sum().item() == pytest.approx(2 * kept * (weight if p else 1.0), rel=1e-5)
         schedule.step()
     assert len(compilations) <= graphs
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("exact", [False, True])
+def test_compiled_layers_take_batches_of_any_size(exact):
+    compiled = torch.compile(Backdrop(0.75, exact=exact), fullgraph=True, backend="aot_eager")
+    for size in (8, 12, 40, 100, 64):
+        x = torch.randn(size, 2, requires_grad=True)
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+        assert gradient.sum().item() == pytest.approx(2 * size, rel=1e-5)
+        if exact:
+            assert gradient[:, 0].count_nonzero() == size // 4
 
 
 @pytest.mark.usefixtures("fresh_compiler")

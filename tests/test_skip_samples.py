@@ -173,6 +173,37 @@ def test_a_transformers_encoder():
         assert_close(a.grad, b.grad, 1e-10, name)
 
 
+@pytest.mark.parametrize("dims", [-2, (-2,)])
+def test_samples_counted_from_the_last_axis(dims):
+    check(nn.Sequential(network(), Backdrop(0.7, dims)), images())
+
+
+class Table(nn.Module):
+    """Looks its rows up by a buffer, which is saved for the backward pass; its length may differ between calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+        self.register_buffer("scale", torch.linspace(1, 2, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x @ self.rows[: x.shape[1]]) * self.scale
+
+
+def test_two_calls_of_different_shape_in_one_step():
+    def gradient(encode, module):
+        torch.manual_seed(0)
+        first, second = (encode(x=torch.ones(8, length, dtype=torch.float64)) for length in (6, 5))
+        (first * second).sum().backward()
+        return module.rows.grad
+
+    plain, mask = Table(), Backdrop(0.5, exact=True)
+    skip = Skip(copy.deepcopy(plain), mask)
+    expected = gradient(lambda x: mask(plain(x=x)), plain)
+    assert_close(expected, gradient(skip, skip.module), 1e-10)
+    assert "samples ran with gradients" in skip.report[0].last
+
+
 def test_second_derivatives():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), Backdrop(0.5)).double()
     fast, x = skip_blocked(model), torch.randn(8, 3, dtype=torch.float64)

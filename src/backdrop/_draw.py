@@ -52,6 +52,9 @@ def draw_units(
         return torch.ones(groups, size, device=device, dtype=dtype)
     u = _uniform(groups, size, generator, device)
     numerator, per_count = _scale(scale, size, p)
+    if exact and not isinstance(p, Tensor) and torch.compiler.is_compiling():
+        # A count that p decides would be a constant of the compiled code, which a schedule would make anew at every step.
+        p = p * torch.ones((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     if isinstance(p, Tensor):
         units = _keep_exactly(u, p) if exact else _keep(u, p)
     elif exact:
@@ -125,8 +128,11 @@ def _uniform(groups: int, size: int, generator: torch.Generator | None, device: 
     # The non-reentrant form runs the forward pass a second time. The mask of the first time is the one that counts
     # (see _MaskGradient), and the second draw must not move the generator; torch itself rewinds its default one.
     rewind = generator.get_state() if rerun == "non-reentrant" and generator is not None else None
+    # Without the argument where there is none: the form with it cannot be compiled for batches of any size.
+    if generator is None:
+        return torch.rand(groups, size, device=device, dtype=torch.float32)
     u = torch.rand(groups, size, generator=generator, device=device, dtype=torch.float32)
-    if rewind is not None and generator is not None:
+    if rewind is not None:
         generator.set_state(rewind)
     return u
 

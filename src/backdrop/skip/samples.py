@@ -108,7 +108,11 @@ class Samples:
         return Spent(kept, parts, step, skipped, "plain: there is one sample" if rows.number < 2 else why)
 
     def _split(self, rows: Rows) -> Split:
-        weight = self.mask.draw_weight(torch.empty(rows.number, device=rows.device, dtype=torch.float64))
+        (dim,) = (self.mask.dims,) if isinstance(self.mask.dims, int) else self.mask.dims
+        axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
+        weight = self.mask.draw_weight(
+            torch.empty(rows.number, *axes, device=rows.device, dtype=torch.float64)
+        ).flatten()
         order = (weight == 0).to(torch.uint8).argsort(stable=True)
         if self.mask.exact and not isinstance(self.mask.p, Tensor) and self.mask.group is None:
             kept = max(1, round(rows.number * (1 - self.mask.p)))
