@@ -53,7 +53,7 @@ def draw_units(
     u = _uniform(groups, size, generator, device)
     numerator, per_count = _scale(scale, size, p)
     if exact and not isinstance(p, Tensor) and torch.compiler.is_compiling():
-        # A count that p decides would be a constant of the compiled code, which a schedule would make anew at every step.
+        # A count that p decides would be a constant of the code, which would be compiled anew at every step of p.
         p = p * torch.ones((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     if isinstance(p, Tensor):
         units = _keep_exactly(u, p) if exact else _keep(u, p)

@@ -33,7 +33,7 @@ Effects = Mapping[Any, float]  # a number per seed
 
 
 class Claim(NamedTuple):
-    """A sentence of the paper, its numbers, ours, and whether ours agree: yes, partly, no, not clear or not measured."""
+    """A sentence of the paper, its numbers, ours, and whether these agree: yes, partly, no, not clear, not measured."""
 
     claim: str
     paper: str
