@@ -75,6 +75,14 @@ SAMPLES = {"cpu": "All-CNN, GroupNorm, 256 images", "gpu": "All-CNN, BatchNorm s
 POSITIONS = "GP, BatchNorm sampled", "(0.999, 0.94)"
 
 
+def in_jax(what):
+    def find(figures):
+        step = row(figures, network="convolutions, 256 images", p=0.9)
+        return step[f"plain_{what}"] / step[f"skip_{what}"]
+
+    return find
+
+
 def figures_of(device):
     """In the order of the table."""
     samples = SAMPLES[device], "0.94"
@@ -98,6 +106,8 @@ def figures_of(device):
         Figure("squared hinge against all pairs, time", "losses", loss("squared hinge", "matrix", "milliseconds")),
         Figure("squared hinge against LibAUC, time", "losses", loss("squared hinge", "LibAUC", "milliseconds")),
         Figure("1024 x 1024 texture against GSTools, time", "textures", textures),
+        Figure("samples skipped in JAX, p = 0.9, against a plain mask, time", "jax", in_jax("ms")),
+        Figure("samples skipped in JAX, p = 0.9, against a plain mask, memory", "jax", in_jax("mb")),
     ]
 
 

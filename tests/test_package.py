@@ -23,7 +23,7 @@ def test_importing_the_core_imports_torch_and_nothing_else():
     code = """
 import sys, torch, torch.utils.checkpoint, torch.utils.data
 before = set(sys.modules)
-import backdrop, backdrop.distributed, backdrop.losses, backdrop.textures
+import backdrop, backdrop.distributed, backdrop.integrations, backdrop.losses, backdrop.textures
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(sorted(new - sys.stdlib_module_names - {"backdrop", "torch"}))
 """

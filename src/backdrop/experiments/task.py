@@ -38,10 +38,7 @@ __all__ = [
     "Preset",
     "Settings",
     "Task",
-    "find_preset",
-    "find_task",
     "product",
-    "reference",
 ]
 
 
