@@ -42,17 +42,17 @@ dist: $(VENV)/installed
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
 CORE := checks fields functional layers losses schedules skip_* placement_* textures
 
-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -n auto $(CORE:%=tests/test_%.py)
+oldest: .venv-core/installed
+	.venv-core/bin/python -m pytest -n auto $(CORE:%=tests/test_%.py)
 
-.venv-oldest/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-oldest
-	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable . hypothesis matplotlib numpy pytest pytest-xdist rich scikit-learn
+.venv-core/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-core
+	sed 's/^torch==.*/torch==$(OLDEST)/' constraints.txt > .venv-core/constraints.txt
+	.venv-core/bin/python -m pip install --quiet --constraint .venv-core/constraints.txt --editable . hypothesis matplotlib numpy pytest pytest-xdist rich scikit-learn
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest bench dist site
+	rm -rf $(VENV) .venv-core bench dist site
 
 # timm wants torchvision, whose wheels want a torch of their own; the tests need neither that nor its compiled part. Both
 # lie aside, where only tests look: other libraries import torchvision wherever they see it.
