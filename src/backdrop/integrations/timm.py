@@ -27,7 +27,7 @@ BY_NAME = "name modules as in named_modules(), with Backdrop layers to put behin
 class Stage(NamedTuple):
     """A part of a model whose output timm calls a feature.
 
-    Args:
+    Attributes:
         name: of the module.
         channels: of its output.
         reduction: how many cells of the input lie between two positions of its output.
