@@ -346,20 +346,14 @@ def _carries_no_gradient(node: fx.Node) -> bool:
 @contextmanager
 def tried_out(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
     """Run modules without gradients and without a trace: random state and buffers are as before afterwards."""
-    found = [buffer for module in modules for buffer in module.buffers(recurse=False)]
-    buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in found]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     with torch.no_grad(), torch.random.fork_rng({device.index for device in devices if device.type == "cuda"}):
         try:
             yield
         finally:
-            for buffer, version, before in buffers:
-                if version is None or _version(buffer) != version:  # others may be saved for a backward pass
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):  # others are left alone: they may be saved for a backward pass
                     buffer.copy_(before)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place, where torch counts it."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def shapes(root: nn.Module, graph: fx.Graph, inputs: Iterable[Any]) -> dict[fx.Node, torch.Size]:
