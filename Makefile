@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench dist oldest clean
+.PHONY: test demo lint docs bench notebooks dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -24,6 +24,11 @@ docs: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_all.py
+
+# The examples that are notebooks too, run anew.
+notebooks: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[notebooks]'
+	$(BIN)/python examples/notebooks/make.py
 
 # What is released: a wheel and an sdist, each tried in an environment that has nothing but torch.
 dist: $(VENV)/installed

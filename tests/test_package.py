@@ -1,8 +1,7 @@
-"""The package as a user meets it: its imports, its documentation, its example."""
+"""The package as a user meets it: its imports and its documentation."""
 
 import csv
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -10,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import backdrop
 from backdrop.experiments.tasks import TASKS
-from backdrop.functional import draw_mask
 
 ROOT = Path(__file__).parent.parent
 
@@ -175,61 +172,3 @@ def test_the_page_on_choosing_shows_what_is_printed():
         backdrop.suggest(names["network"](), shape, sizes=[16, 40]),
     ):
         assert f"```text\n{words}\n```" in page
-
-
-def test_the_example_over_many_processes_runs():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    example = [str(ROOT / "examples" / "02_auc_ddp.py"), "--steps=5"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    one, two = (
-        subprocess.run([*start, *example], env=environment, check=True, capture_output=True, text=True).stdout
-        for start in ([sys.executable], [*command, "--standalone"])
-    )
-    (alone, *_), (together, masked) = one.splitlines(), two.splitlines()
-    assert alone.startswith("1 process, p = 0.0: area under the ROC curve 0.")
-    assert together.removeprefix("2 processes") == alone.removeprefix("1 process")  # without a mask
-    assert masked.startswith("2 processes, p = 0.9: area under the ROC curve 0.")
-
-
-def windows(p, shape, seed, stride, before, size):
-    """The pixels that the kept units of the example's masks see."""
-    mask = draw_mask(shape, p, (0, 2, 3), exact=True, generator=torch.Generator().manual_seed(seed))[0, 0]
-    pixels = torch.zeros(1024, 1024, dtype=torch.bool)
-    for i, j in mask.nonzero().tolist():
-        rows, columns = (slice(max(0, k * stride - before), k * stride - before + size) for k in (i, j))
-        pixels[rows, columns] = True
-    return pixels
-
-
-def test_the_example_shows_what_is_computed(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["example", "--output", str(tmp_path / "picture.png")])
-    example = runpy.run_path(str(ROOT / "examples" / "03_what_skip_computes.py"))
-    example["main"]()
-    assert (tmp_path / "picture.png").stat().st_size > 50_000
-    assert "82 of 4096 positions kept" in capsys.readouterr().out
-    _, alive = example["gradients"](example["network"](), example["texture"]())
-    shares = [cells.float().mean().item() for cells in alive]
-    assert shares == sorted(shares, reverse=True)  # windows grow towards the image
-    assert shares[-1] == pytest.approx(82 / 4096)
-
-
-def test_the_example_shows_patches_at_both_scales(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["example", "--output", str(tmp_path / "picture.png")])
-    example = runpy.run_path(str(ROOT / "examples" / "01_where_gradients_go.py"))
-    example["main"]()
-    assert (tmp_path / "picture.png").stat().st_size > 50_000
-    assert "bit for bit" in capsys.readouterr().out
-
-    image = torch.randn(1, 1, 1024, 1024)
-    fine = windows(0.99, (1, 32, 64, 64), seed=1, stride=16, before=5, size=26)
-    coarse = windows(0.75, (1, 4, 4, 4), seed=2, stride=256, before=5, size=266)
-    expected = {"no mask": torch.ones_like(fine), "fine mask": fine, "coarse mask": coarse}
-    for title, p_fine, p_coarse in example["CASES"]:
-        _, gradient = example["input_gradient"](image, p_fine, p_coarse)
-        if title == "both masks":
-            assert 0 < gradient.count_nonzero() < fine.sum()
-            assert not gradient[~(fine & coarse)].any()
-        else:
-            assert torch.equal(gradient > 0, expected[title])
