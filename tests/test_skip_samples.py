@@ -204,6 +204,30 @@ def test_two_calls_of_different_shape_in_one_step():
     assert "samples ran with gradients" in skip.report[0].last
 
 
+class Pairs(nn.Module):
+    """Two rows for each sample on the way, where the stretch begins because something else is read there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.mask = nn.Linear(3, 4), nn.Linear(4, 2), Backdrop(0.5)
+
+    def forward(self, x):
+        rows = self.first(x.flatten(0, 1))
+        return self.mask(self.second(rows).unflatten(0, (-1, 2))), rows
+
+
+def test_a_stretch_that_begins_with_other_rows_runs_plain():
+    plain = Pairs().double()
+    fast, x = skip_blocked(plain), torch.randn(8, 2, 3, dtype=torch.float64)
+    for model in (plain, fast):
+        torch.manual_seed(0)
+        pairs, rows = model(x)
+        (pairs.square().sum() + rows.sum()).backward()
+    assert fast.skip_report[0].last == "plain: it takes 16 rows and returns 8"
+    for (name, a), b in zip(plain.named_parameters(), fast.parameters(), strict=True):
+        assert_close(a.grad, b.grad, 1e-10, name)
+
+
 def test_second_derivatives():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), Backdrop(0.5)).double()
     fast, x = skip_blocked(model), torch.randn(8, 3, dtype=torch.float64)

@@ -85,7 +85,13 @@ class Samples:
                     with cost.Meter() as meter:
                         whole = self.function(*given[0], **given[1])
                     self.costs[key] = meter.cost
-                    if not self.norms and rows.number > 1 and not _depends_on_one(self.function, given, whole, rows):
+                    returned = {
+                        len(leaf) if leaf.ndim else 1 for _, leaf in tree.leaves(whole) if isinstance(leaf, Tensor)
+                    }
+                    if self.together is not None and returned != {rows.number}:  # a stretch that begins in between
+                        several = " and ".join(map(str, sorted(returned)))
+                        self.costs[key] = f"plain: it takes {rows.number} rows and returns {several}"
+                    elif not self.norms and rows.number > 1 and not _depends_on_one(self.function, given, whole, rows):
                         self.costs[key] = "plain: its output for one sample depends on the others"
             finally:
                 for module in dropouts:
