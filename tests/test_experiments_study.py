@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
@@ -534,6 +536,21 @@ def test_an_error_of_this_machine_stops_the_worker_and_not_the_trial(begun, tmp_
         work(begun, tmp_path, OPTIONS)
     assert reasons(begun)[0] == "interrupted"
     assert states(begun) == ["waiting", "waiting"]
+
+
+def test_an_interrupt_within_a_write_is_no_failure(begun, tmp_path, monkeypatch):
+    def save(state, file):
+        file.write(b"half a checkpoint")
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")  # as torch's writer does
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        work(begun, tmp_path, OPTIONS)
+    assert states(begun) == ["waiting", "waiting"]
+    assert not list(tmp_path.rglob("*.pt*"))
 
 
 def test_a_metric_that_is_no_number_is_a_failure(begun, tmp_path, monkeypatch):

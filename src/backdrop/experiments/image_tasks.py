@@ -152,9 +152,15 @@ class Ponce(Images):
         "paper": Preset(
             {"width": 64},
             [
-                {"batch_size": batch_size, "epochs": epochs, "p": p}
-                for batch_size, epochs in ((8, 40), (32, 80), (64, 120), (128, 200), (256, 300))
-                for p in (0.0, 0.5, 0.75, 0.875, 0.9375)
+                {"batch_size": batch_size, "epochs": epochs, "p": p, "lr": lr}
+                for batch_size, epochs, rates in (  # chosen on validation images for every p (results/ponce)
+                    (8, 40, (0.01, 0.003, 0.003, 0.001, 0.003)),
+                    (32, 80, (0.03, 0.03, 0.01, 0.003, 0.003)),
+                    (64, 120, (0.01, 0.03, 0.01, 0.01, 0.003)),
+                    (128, 200, (0.03, 0.03, 0.03, 0.01, 0.03)),
+                    (256, 300, (0.03, 0.03, 0.01, 0.01, 0.01)),
+                )
+                for p, lr in zip((0.0, 0.5, 0.75, 0.875, 0.9375), rates, strict=True)
             ],
             seeds=25,
         ),

@@ -158,6 +158,8 @@ class _Attempt:
                 self._prune()
                 return
             except Exception as error:
+                if self.interrupts.heard:  # torch.save makes an error of its own of what is raised within it
+                    raise KeyboardInterrupt from error
                 if isinstance(error, (_Taken, *_elsewhere())) or is_full(error):
                     raise
                 self._fail(str(error) if isinstance(error, Diverged) else f"{type(error).__name__}: {error}")
