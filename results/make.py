@@ -1,0 +1,88 @@
+"""Makes tables, pictures and the head of docs/results.md from the trials: `python results/make.py`.
+
+`TASK/trials.json` is a study, and `TASK/choice.json` the one on validation data by which learning rates were chosen.
+Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here.
+"""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+from backdrop.experiments.report import wording
+from backdrop.experiments.report.claims import CLAIMS
+from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.write import write_report
+from backdrop.experiments.study.archive import Archive
+from backdrop.experiments.study.plan import again
+from backdrop.experiments.tasks import TASKS
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+IMAGES = ROOT / "docs" / "images"
+VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
+
+
+def study(task, name="trials"):
+    """The study of a task, if there is one."""
+    path = ROOT / "results" / task / f"{name}.json"
+    return Archive(path) if path.exists() else None
+
+
+def claims_table():
+    """A row per claim of the paper."""
+    lines = ["| | claim | the paper | here | verdict |", "|---|---|---|---|---|"]
+    for name, task in TASKS.items():
+        found = study(name)
+        where = f"[{name}](#{name})"
+        for claim in CLAIMS[name](Results(task, found.records() if found else [])):
+            verdict = VERDICTS.get(claim.verdict, claim.verdict)
+            lines.append(f"| {where} | {claim.claim} | {claim.paper} | {claim.here} | {verdict} |")
+    return "\n".join(lines)
+
+
+def made_by(task):
+    """How a study was made: command, trials, machine, time."""
+    found = study(task)
+    records = found.records()
+    done = [record for record in records if record.state == "complete"]
+    machine = done[0].machine
+    time = wording.duration(math.fsum(record.seconds for record in done))
+    return (
+        f"`{again(found.name, found.spec, records)}`: {len(done)} of {len(records)} trials, {time} of training, on one "
+        f"{machine['device']} with torch {machine['torch']}. Tables, curves and trials are in `results/{task}`."
+    )
+
+
+def filled(page):
+    """The page with everything between its markers made anew."""
+
+    def put(name, content):
+        nonlocal page
+        marked = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
+        page, count = marked.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", page)
+        assert count == 1, f"docs/results.md has to have one place for {name}, but has {count}"
+
+    put("claims", claims_table())
+    for task in TASKS:
+        if study(task):
+            put(task, made_by(task))
+    return page
+
+
+def main():
+    for name, task in TASKS.items():
+        if found := study(name):
+            folder, records = ROOT / "results" / name, found.records()
+            command = again(found.name, found.spec, records)
+            for kind in ("md", "csv"):
+                write_report(task, found.name, records, folder / f"report.{kind}", format=kind, command=command)
+            for picture in folder.glob("report-metric*.png"):
+                shutil.copyfile(picture, IMAGES / picture.name.replace("report-metric", f"results-{name}"))
+        if found := study(name, "choice"):
+            write_report(task, found.name, found.records(), ROOT / "results" / name / "choice.csv", format="csv")
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What is said of the paper's claims is what the trials in `results` say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from backdrop.experiments.report import exports
+from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.tasks import TASKS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def make():
+    spec = importlib.util.spec_from_file_location("make_results", ROOT / "results" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_in_step_with_the_trials(make):
+    page = make.PAGE.read_text()
+    assert make.filled(page) == page
+
+
+@pytest.mark.parametrize("name", [task for task in TASKS if (ROOT / "results" / task).exists()])
+def test_the_tables_are_in_step_with_the_trials(make, name):
+    folder = ROOT / "results" / name
+    for study, stem in (("trials", "report"), ("choice", "choice")):
+        found = make.study(name, study)
+        results = Results(TASKS[name], found.records())
+        assert (folder / f"{stem}-trials.csv").read_bytes() == exports.trials(results)
+        assert (folder / f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
+        judge = {"trials": "test", "choice": "validation"}[study]
+        assert all(record.settings["judge"] == judge for record in results.records)
+
+
+@pytest.mark.parametrize("name", [task for task in TASKS if (ROOT / "results" / task).exists()])
+def test_the_preset_is_what_was_measured(make, name):
+    found = make.study(name).spec
+    points = TASKS[name].presets[found.preset].grid
+    measured = [record.settings for record in make.study(name).records()]
+    for point in points:
+        assert any(all(settings[key] == value for key, value in point.items()) for settings in measured), point
