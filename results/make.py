@@ -31,7 +31,7 @@ def study(task, name="trials"):
 
 def claims_table():
     """A row per claim of the paper."""
-    lines = ["| | claim | the paper | here | verdict |", "|---|---|---|---|---|"]
+    lines = ["| where | claim | the paper | here | verdict |", "|---|---|---|---|---|"]
     for name, task in TASKS.items():
         found = study(name)
         where = f"[{name}](#{name})"
