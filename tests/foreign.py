@@ -1,6 +1,5 @@
 """Libraries that import torchvision, whose compiled part may be missing: placeholders for what it would register."""
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -15,7 +14,6 @@ def import_or_skip(name):
         if not hasattr(torch.ops.torchvision, operator):
             _LIBRARY.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     aside = str(Path(sys.prefix) / "foreign")  # where the Makefile puts them
-    if aside not in sys.path:
-        sys.path.append(aside)
-    pytest.importorskip(name, reason=f"{name} is not installed")
-    return importlib.import_module(name)
+    with pytest.MonkeyPatch.context() as patch:  # processes started later take sys.path over, but no placeholders
+        patch.setattr(sys, "path", [*sys.path, aside])
+        return pytest.importorskip(name, reason=f"{name} is not installed")

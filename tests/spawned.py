@@ -44,6 +44,7 @@ class Command:
 
 def _command(args, output, env, limit):
     os.environ.update(env, COLUMNS="200", TERM="dumb")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

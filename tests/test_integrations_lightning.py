@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import subprocess
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import processes
 from backdrop import Backdrop, Backdrop2d, skip_blocked
 from backdrop.losses import RankStatisticLoss
 from backdrop.schedules import CosineP, LinearP
@@ -81,10 +83,8 @@ class Ranking(pl.LightningModule):
 
 def trainer(folder, *callbacks, logger=False, **settings):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    settings = {"max_epochs": 3, "log_every_n_steps": 1, **quiet, **settings}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, callbacks=list(callbacks), logger=logger, default_root_dir=folder, **settings
-    )
+    settings = {"devices": 1, "max_epochs": 3, "log_every_n_steps": 1, **quiet, **settings}
+    return pl.Trainer(accelerator="cpu", callbacks=list(callbacks), logger=logger, default_root_dir=folder, **settings)
 
 
 def loader(tensors=None, batch=ROWS):
@@ -259,6 +259,31 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, BackdropCallback()).fit(Ranking(nn.Linear(FEATURES, 1)), loader())
     with pytest.raises(TypeError, match="has to make a Schedule, but made a Ranking"):
         trainer(tmp_path, BackdropCallback(lambda m: m)).fit(Ranking(network()), loader())
+
+
+def ddp(rank, folder):
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    module, logger = Ranking(network(group="world"), group="world"), Kept()
+    part = [torch.cat([batch.chunk(2)[rank] for batch in whole.split(ROWS)]) for whole in data()]
+    callback = BackdropCallback(partial(LinearP, start=0.0, steps=8))
+    both = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    trainer(folder, callback, logger=logger, **both).fit(module, loader(part, ROWS // 2))
+    numbers = ("p", "kept_units", "effective_batch_size")
+    return module.seen, module.model.state_dict(), {name: logger.of(f"backdrop/model.3/{name}") for name in numbers}
+
+
+def test_two_processes_train_like_one(tmp_path):
+    one = Ranking(network())
+    trainer(tmp_path, BackdropCallback(partial(LinearP, start=0.0, steps=8))).fit(one, loader())
+    (seen, state, logged), (other_seen, other_state, _) = processes.run(ddp, 2, str(tmp_path))
+    assert seen == other_seen == one.seen
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(state[name], other_state[name])
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    used = [p for (p,) in seen]
+    assert logged["p"] == pytest.approx(used)
+    assert logged["effective_batch_size"] == pytest.approx([ROWS * (1 - p) for p in used])  # of both
+    assert logged["kept_units"] == pytest.approx([ROWS * (1 - p) + p**ROWS * (p > 0) for p in used])
 
 
 def test_no_library_is_imported_before_it_is_asked_for_and_a_missing_one_is_named():
