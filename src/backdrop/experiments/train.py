@@ -15,6 +15,7 @@ very same numbers as one that was never stopped.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import math
 import time
@@ -139,6 +140,7 @@ def _train_in_process(
         except Diverged as error:  # on all processes alike
             result = {"diverged": str(error)}
     dist.barrier()  # so that none leaves while others wait for its part
+    gc.collect()  # networks that hold the group
     dist.destroy_process_group()  # threads of a group that is still there may abort a process that ends
     return result
 
