@@ -75,7 +75,7 @@ def test_commands_exist(line):
     else:
         assert (word, rest[0]) == ("pip", "install")
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        named = re.findall(r"torch-backdrop\[(.*)\]", " ".join(rest))
+        named = re.findall(r"(?:torch-backdrop|\.)\[(.*?)\]", " ".join(rest))
         assert all(extra in extras for names in named for extra in names.split(","))
 
 
