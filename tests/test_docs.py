@@ -58,6 +58,8 @@ def commands():
             if not language:
                 for line in content.replace("\\\n", " ").splitlines():
                     yield pytest.param(line, id=f"{page.stem}: {line[:40]}")
+        for line in re.findall(r"`((?:backdrop|python|torchrun) [^`]*(?: --|\.py)[^`]*)`", page.read_text()):
+            yield pytest.param(line, id=f"{page.stem}: {line[:40]}")
 
 
 @pytest.mark.parametrize("line", list(commands()))
