@@ -134,12 +134,15 @@ def test_a_study_goes_on_where_it_was(kind, tmp_path, request):
     assert (again.p, again.value, again.without) == (more.p, more.value, more.without)
     assert tune(storage=places[0], name="another", trials=1).trials == 1
     assert tune(no_trial, storage=places[1], trials=5, timeout=0).p == more.p
+    for place in places if kind == "object" else []:
+        place.engine.dispose()  # ours, so ours to close
 
 
 def test_storages_with_a_heartbeat_of_their_own(tmp_path):
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
         storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/masks.db", heartbeat_interval=60)
     assert tune(storage=storage, trials=2).trials == 2
+    storage.engine.dispose()
 
 
 def work(path, out):

@@ -26,7 +26,7 @@ from backdrop.experiments.study import alive
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.pruners import BasePruner
-    from optuna.storages import BaseStorage
+    from optuna.storages import BaseStorage, RDBStorage
     from optuna.trial import FrozenTrial, Trial
 
 __all__ = ["Joint", "opened"]
@@ -61,7 +61,11 @@ def opened(storage: str | Path | BaseStorage | None) -> Iterator[BaseStorage]:
                 f"but got {type(storage).__name__}"
             )
         elif is_address(storage) and not str(storage).startswith("postgres"):
-            yield _database(str(storage))
+            database = _database(str(storage))
+            try:
+                yield optuna.storages.get_storage(database)
+            finally:
+                database.engine.dispose()
         else:
             with open_storage(storage, create=True) as found:
                 yield found.backend
@@ -69,12 +73,12 @@ def opened(storage: str | Path | BaseStorage | None) -> Iterator[BaseStorage]:
         optuna.logging.set_verbosity(verbosity)
 
 
-def _database(address: str, tries: int = TRIES) -> BaseStorage:
-    import optuna
+def _database(address: str, tries: int = TRIES) -> RDBStorage:
+    from optuna.storages import RDBStorage
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        return optuna.storages.get_storage(address)
+        return RDBStorage(address)
     except SQLAlchemyError as error:
         if tries > 1:
             time.sleep(POLL)
