@@ -44,3 +44,15 @@ def test_the_preset_is_what_was_measured(make, name):
     measured = [record.settings for record in make.study(name).records()]
     for point in points:
         assert any(all(settings[key] == value for key, value in point.items()) for settings in measured), point
+
+
+def test_the_page_shows_validation_accuracies_at_one_learning_rate(make):
+    page = make.PAGE.read_text()
+    results = Results(TASKS["ponce"], make.study("ponce", "choice").records())
+    for size in (64, 256):
+        ends = []
+        for p in (0.0, 0.9375):
+            wanted = {"batch_size": size, "p": p, "lr": 0.003}
+            (found,) = (c for c in results.measured if all(c.settings[name] == v for name, v in wanted.items()))
+            ends.append(f"{results.estimate(found, 'accuracy').mean:.1f}")
+        assert f"from {ends[0]} to {ends[1]} at" in " ".join(page.split())

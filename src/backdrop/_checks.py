@@ -105,14 +105,18 @@ def check_weight(x: Tensor, weight: Tensor) -> None:
     if not isinstance(weight, Tensor) or weight.is_complex():
         kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
         raise TypeError(f"weight has to be a real or boolean tensor, but got {kind}")
-    trailing = x.shape[x.ndim - weight.ndim :] if weight.ndim <= x.ndim else ()
-    if weight.ndim > x.ndim or any(w not in (1, size) for w, size in zip(weight.shape, trailing, strict=True)):
-        raise ValueError(
-            f"weight has to broadcast against x without enlarging it, but got weight with shape {tuple(weight.shape)} "
-            f"and x with shape {tuple(x.shape)}; give it the rank of x, with size 1 on the axes that share a value"
-        )
+    check_weight_shape(tuple(weight.shape), tuple(x.shape))
     if weight.device != x.device:
         raise ValueError(f"weight has to be on the device of x, {x.device}, but got it on {weight.device}")
+
+
+def check_weight_shape(weight: tuple[int, ...], x: tuple[int, ...]) -> None:
+    trailing = x[len(x) - len(weight) :] if len(weight) <= len(x) else ()
+    if len(weight) > len(x) or any(w not in (1, size) for w, size in zip(weight, trailing, strict=True)):
+        raise ValueError(
+            f"weight has to broadcast against x without enlarging it, but got weight with shape {weight} and x with "
+            f"shape {x}; give it the rank of x, with size 1 on the axes that share a value"
+        )
 
 
 def check_generator(generator: torch.Generator | None) -> None:

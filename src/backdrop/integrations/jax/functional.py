@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backdrop._checks import Dims, Patch, Scale, check_scale
+from backdrop._checks import Dims, Patch, Scale, check_scale, check_weight_shape
 from backdrop._draw import make_lattice
 from backdrop.integrations.jax.draw import Probability, as_probability, draw_weight, is_zero
 
@@ -66,12 +66,7 @@ def mask_gradient(x: jax.Array, weight: jax.Array) -> jax.Array:
     if not isinstance(weight, (jax.Array, np.ndarray)) or jnp.issubdtype(weight.dtype, jnp.complexfloating):
         kind = weight.dtype if isinstance(weight, (jax.Array, np.ndarray)) else type(weight).__name__
         raise TypeError(f"weight has to be a real or boolean array, but got {kind}")
-    trailing = x.shape[x.ndim - weight.ndim :] if weight.ndim <= x.ndim else ()
-    if weight.ndim > x.ndim or any(w not in (1, size) for w, size in zip(weight.shape, trailing, strict=True)):
-        raise ValueError(
-            f"weight has to broadcast against x without enlarging it, but got weight with shape {weight.shape} "
-            f"and x with shape {x.shape}; give it the rank of x, with size 1 on the axes that share a value"
-        )
+    check_weight_shape(weight.shape, x.shape)
     return masked(x, jnp.asarray(weight))
 
 
