@@ -1,7 +1,8 @@
 """Makes tables, pictures and the head of docs/results.md from the trials: `python results/make.py`.
 
 `TASK/trials.json` is a study, and `TASK/choice.json` the one on validation data by which learning rates were chosen.
-Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here.
+Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here. As long as there is
+nothing but a search, the page shows what it found.
 """
 
 import math
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from backdrop.experiments.report import wording
 from backdrop.experiments.report.claims import CLAIMS
-from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.statistics import CHOSEN, Results
 from backdrop.experiments.report.write import write_report
 from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.plan import again
@@ -54,6 +55,26 @@ def made_by(task):
     )
 
 
+def chosen(task):
+    """What a search found best on validation data for every mask, by the settings that are no choice."""
+    results = Results(TASKS[task], study(task, "choice").records())
+    names = [name for name in results.varied if name not in CHOSEN]
+    options = [name for name in CHOSEN if name in results.varied]
+    found = {}
+    for each in results.measured:
+        found.setdefault(tuple(each.settings[name] for name in names), []).append(each)
+    metric = wording.metric_name(TASKS[task].metric)
+    lines = [f"| {' | '.join(map(wording.setting_name, [*names, *options]))} | validation {metric} | seeds | tried |"]
+    lines.append("|" + "---:|" * (len(names) + len(options) + 3))
+    for place, tried in sorted(found.items()):
+        best = results.best(tried)
+        mean = results.estimate(best)
+        cells = [*map(wording.value, place), *(wording.value(best.settings[name]) for name in options)]
+        cells += [wording.plus_minus(mean, 3), mean.n, len(tried)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def filled(page):
     """The page with everything between its markers made anew."""
 
@@ -67,6 +88,8 @@ def filled(page):
     for task in TASKS:
         if study(task):
             put(task, made_by(task))
+        elif study(task, "choice"):
+            put(f"{task} choice", chosen(task))
     return page
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from backdrop.experiments.report import exports
-from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.statistics import CHOSEN, Results
 from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
+SEARCHED = [task for task in TASKS if (ROOT / "results" / task / "choice.json").exists()]
+MEASURED = [task for task in TASKS if (ROOT / "results" / task / "trials.json").exists()]
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +27,35 @@ def test_the_page_is_in_step_with_the_trials(make):
     assert make.filled(page) == page
 
 
-@pytest.mark.parametrize("name", [task for task in TASKS if (ROOT / "results" / task).exists()])
-def test_the_tables_are_in_step_with_the_trials(make, name):
+def test_what_was_measured_was_searched_for():
+    assert set(MEASURED) <= set(SEARCHED)
+
+
+@pytest.mark.parametrize(
+    ("name", "study", "stem", "judge"),
+    [(name, "trials", "report", "test") for name in MEASURED]
+    + [(name, "choice", "choice", "validation") for name in SEARCHED],
+)
+def test_the_tables_are_in_step_with_the_trials(make, name, study, stem, judge):
     folder = ROOT / "results" / name
-    for study, stem in (("trials", "report"), ("choice", "choice")):
-        found = make.study(name, study)
-        results = Results(TASKS[name], found.records())
-        assert (folder / f"{stem}-trials.csv").read_bytes() == exports.trials(results)
-        assert (folder / f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
-        judge = {"trials": "test", "choice": "validation"}[study]
-        assert all(record.settings["judge"] == judge for record in results.records)
+    results = Results(TASKS[name], make.study(name, study).records())
+    assert (folder / f"{stem}-trials.csv").read_bytes() == exports.trials(results)
+    assert (folder / f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
+    assert all(record.settings["judge"] == judge for record in results.records)
 
 
-@pytest.mark.parametrize("name", [task for task in TASKS if (ROOT / "results" / task).exists()])
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_preset_is_what_the_search_found_best(make, name):
+    results = Results(TASKS[name], make.study(name, "choice").records())
+    names = [axis for axis in results.varied if axis not in CHOSEN]
+    for point in TASKS[name].presets["paper"].grid:
+        tried = [c for c in results.measured if all(c.settings[axis] == point[axis] for axis in names)]
+        best = results.best(tried)
+        assert best is not None, point
+        assert all(best.settings[key] == value for key, value in point.items()), (point, best.settings)
+
+
+@pytest.mark.parametrize("name", MEASURED)
 def test_the_preset_is_what_was_measured(make, name):
     found = make.study(name).spec
     points = TASKS[name].presets[found.preset].grid
