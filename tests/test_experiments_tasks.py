@@ -1,5 +1,6 @@
 """The five tasks: their presets, data and metrics, each against something independent."""
 
+import copy
 import dataclasses
 import itertools
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sklearn.metrics import log_loss, roc_auc_score
+from torch import nn
 
 from backdrop import Backdrop
 from backdrop.experiments import data
@@ -203,6 +205,31 @@ def test_units_are_what_masks_choose_from():
             layer.register_forward_hook(lambda layer, _, y: shapes.update({layer: y.shape[2] * y.shape[3]}))
     model(torch.zeros(1, 1, 256, 256))
     assert list(shapes.values()) == list(quick.units().values())
+
+
+def test_gp_can_be_judged_with_statistics_of_the_images_judged(monkeypatch):
+    values = {"size": 64, "test_per_class": 3, "blocks": (1, 1), "channels": 8, "batch_size": 12, "eval_batch": 5}
+    task = GP.with_preset("quick", {**values, "adapt": True, "p_small": 0.5})
+    examples = task.data(CPU)[1]
+    torch.manual_seed(0)
+    model = task.model().eval()
+    for layer in model:
+        if isinstance(layer, nn.BatchNorm2d):  # statistics of quite other images
+            nn.init.constant_(layer.running_mean, 3.0)
+            nn.init.uniform_(layer.weight)
+    before = copy.deepcopy(model.state_dict())
+    seen, evaluate = [], GP.evaluate
+    monkeypatch.setattr(GP, "evaluate", lambda self, *judged: seen.append(judged) or evaluate(self, *judged))
+    found = task.examine(model, examples)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    ((outputs, labels),) = seen
+    # All images at once: in training mode the network uses the very statistics that it should have, but for n - 1.
+    torch.testing.assert_close(outputs, copy.deepcopy(model).train()(examples.inputs), rtol=1e-3, atol=1e-3)
+    assert (outputs - model(examples.inputs)).abs().max() > 0.01
+    wanted = evaluate(task, outputs, examples.labels)
+    assert found == {f"adapted_{name}": wanted[name] for name in ("accuracy", "small", "large")}
+    assert torch.equal(labels, examples.labels)
+    assert GP.with_preset("quick", values).examine(model, examples) == {}
 
 
 def test_keys_name_a_trial():
