@@ -64,13 +64,14 @@ def chosen(task):
     for each in results.measured:
         found.setdefault(tuple(each.settings[name] for name in names), []).append(each)
     metric = wording.metric_name(TASKS[task].metric)
+    digits = wording.decimals(results.estimate(each).mean for each in results.measured)
     lines = [f"| {' | '.join(map(wording.setting_name, [*names, *options]))} | validation {metric} | seeds | tried |"]
     lines.append("|" + "---:|" * (len(names) + len(options) + 3))
     for place, tried in sorted(found.items()):
         best = results.best(tried)
         mean = results.estimate(best)
         cells = [*map(wording.value, place), *(wording.value(best.settings[name]) for name in options)]
-        cells += [wording.plus_minus(mean, 3), mean.n, len(tried)]
+        cells += [wording.plus_minus(mean, digits), mean.n, len(tried)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 

@@ -74,3 +74,12 @@ def test_the_page_shows_validation_accuracies_at_one_learning_rate(make):
             (found,) = (c for c in results.measured if all(c.settings[name] == v for name, v in wanted.items()))
             ends.append(f"{results.estimate(found, 'accuracy').mean:.1f}")
         assert f"from {ends[0]} to {ends[1]} at" in " ".join(page.split())
+
+
+def test_the_page_compares_masks_at_the_same_settings(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["auc"], make.study("auc", "choice").records())
+    wanted = {"batch_size": 2048, "lr": 0.003, "passes": 60}
+    same = [c for c in results.measured if all(c.settings[name] == value for name, value in wanted.items())]
+    means = {c.settings["p"]: f"{results.estimate(c).mean:.3f}" for c in same}
+    assert f"{means[0.0]} without masks, {means[0.94]} with p = 0.94 and {means[0.97]} with 0.97" in page
