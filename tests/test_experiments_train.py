@@ -14,7 +14,7 @@ from torch import nn
 from backdrop import Backdrop, Backdrop2d
 from backdrop.experiments import checkpoint, data, train
 from backdrop.experiments.task import Examples, Preset, Settings, Task
-from backdrop.experiments.tasks import AUC, GP
+from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
 
 TINY_GP = {
@@ -325,3 +325,59 @@ def test_masks_are_on_during_training_and_off_in_evaluation(tmp_path, monkeypatc
     monkeypatch.setattr(Backdrop2d, "forward", lambda self, x: calls.append(self.training) or forward(self, x))
     gp(tmp_path, epochs=1, passes=1, eval_batch=8)
     assert calls == [True, True, False, False]
+
+
+def assert_trains_alike(folder, options, other, **settings):
+    # In double precision, so that what differs by rounding alone stays close for all the steps. Masks come from one
+    # generator, so both see the same.
+    settings = {"per_class": 4, "batch_size": 3, "passes": 3, "epochs": 4, "p_large": 0.5, **settings}
+    found = []
+    for name, how in (("one", options), ("other", other)):
+        outcome = gp(folder / name, options=how, precision="64-true", **settings)
+        found.append((outcome, torch.load(folder / name / "weights.pt", weights_only=True)["model"]))
+    (one, weights), (other_one, other_weights) = found
+    torch.testing.assert_close(other_weights, weights, rtol=1e-6, atol=1e-8)
+    for row, other_row in zip(one.curve, other_one.curve, strict=True):
+        assert {**row, "seconds": 0} == pytest.approx({**other_row, "seconds": 0}, rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recorded_steps_train_like_others(tmp_path):
+    # Batches of 3 and 2 images: a graph for each.
+    options = [Options(accelerator="cuda", keep_weights=True, graphs=graphs) for graphs in (False, True)]
+    assert_trains_alike(tmp_path, *options)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_compiled_networks_train_like_others(tmp_path):
+    options = [Options(threads=1, keep_weights=True, compile=compiled) for compiled in (False, True)]
+    assert_trains_alike(tmp_path, *options, p_small=0.0, p_large=0.0)  # compiled random numbers are others
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
+def test_a_recorded_trial_goes_on(tmp_path, first, then):
+    settings = {"per_class": 4, "batch_size": 4, "passes": 4, "epochs": 4, "precision": "64-true"}
+    options = [Options(accelerator="cuda", graphs=graphs) for graphs in (first, then)]
+    whole = gp(tmp_path / "whole", options=options[0], **settings)
+    with pytest.raises(Killed):
+        gp(tmp_path / "parts", options=options[0], on_epoch=stop_after(2), **settings)
+    parts = gp(tmp_path / "parts", options=options[1], **settings)
+    for row, other in zip(whole.curve, parts.curve, strict=True):
+        assert {**row, "seconds": 0} == pytest.approx({**other, "seconds": 0}, rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("task", [AUC, Latent])
+def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch, task):
+    classes = 2 if task is AUC else 10
+    monkeypatch.setattr(task, "sets", lambda self, device: images(classes, 0, device))
+    settings = {"width": 8, "batch_size": 11, "epochs": 4, "passes": 2, "samples": None, "precision": "64-true"}
+    found = []
+    for graphs in (False, True):
+        options = Options(accelerator="cuda", graphs=graphs)
+        trial = task.with_preset("quick", settings | dict.fromkeys(task.masks, 0.5), seed=1)
+        outcome = fit(trial, tmp_path / str(graphs), options)
+        found.append([{**row, "seconds": 0} for row in outcome.curve])
+    for row, other in zip(*found, strict=True):
+        assert other == pytest.approx(row, rel=1e-5)

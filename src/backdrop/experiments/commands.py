@@ -58,6 +58,8 @@ Skip = Annotated[
 ]
 Log = Annotated[str, typer.Option(help="json, or tensorboard for TensorBoard files besides.")]
 KeepWeights = Annotated[bool, typer.Option("--keep-weights", help="Leave trained networks in the trials' folders.")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="Record steps as CUDA graphs: for small networks and batches.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Train compiled networks: for large images on a GPU.")]
 DataRoot = Annotated[
     str | None,
     typer.Option(help="Where data sets lie. Else $BACKDROP_DATA, else ~/.cache/backdrop.", show_default=False),
@@ -81,6 +83,8 @@ def run(
     precision: Precision = None,
     skip: Skip = None,
     log: Log = "json",
+    graphs: Graphs = False,
+    compile_: Compile = False,
     keep_weights: KeepWeights = False,
     retry_failed: RetryFailed = False,
     data_root: DataRoot = None,
@@ -89,7 +93,7 @@ def run(
     with _resumable(), errors_in_red():
         from backdrop.experiments.study import runs
 
-        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
         place = runs.Place(folder.expanduser(), name, storage)
         failed = runs.run(task, preset, given, seeds, place, options, workers=workers, retry=retry_failed)
@@ -113,6 +117,8 @@ def tune(
     precision: Precision = None,
     skip: Skip = None,
     log: Log = "json",
+    graphs: Graphs = False,
+    compile_: Compile = False,
     keep_weights: KeepWeights = False,
     retry_failed: RetryFailed = False,
     data_root: DataRoot = None,
@@ -121,7 +127,7 @@ def tune(
     with _resumable(), errors_in_red():
         from backdrop.experiments.study import runs
 
-        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
         place = runs.Place(folder.expanduser(), name, storage)
         failed = runs.tune(task, preset, given, trials, seed, place, options, workers=workers, retry=retry_failed)
@@ -142,6 +148,8 @@ def worker(
     devices: Devices = 1,
     strategy: Strategy = "auto",
     log: Log = "json",
+    graphs: Graphs = False,
+    compile_: Compile = False,
     keep_weights: KeepWeights = False,
     data_root: DataRoot = None,
 ) -> None:
@@ -149,7 +157,7 @@ def worker(
     with _resumable(), errors_in_red():
         from backdrop.experiments.study import runs
 
-        options = _options(accelerator, devices, strategy, log, keep_weights, data_root)
+        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         place = runs.Place(folder.expanduser(), study, storage)
         runs.join(place, options, workers=workers, task=task, wait=wait)
 
@@ -210,7 +218,14 @@ def report(
 
 
 def _options(
-    accelerator: str, devices: int, strategy: str, log: str, keep_weights: bool, data_root: str | None
+    accelerator: str,
+    devices: int,
+    strategy: str,
+    log: str,
+    graphs: bool,
+    compiled: bool,
+    keep_weights: bool,
+    data_root: str | None,
 ) -> Options:
     from backdrop.experiments.train import Options
 
@@ -221,6 +236,8 @@ def _options(
         devices=devices,
         strategy=strategy,
         log=log,  # type: ignore[arg-type]  # checked above
+        graphs=graphs,
+        compile=compiled,
         keep_weights=keep_weights,
         data_root=data_root,
     )

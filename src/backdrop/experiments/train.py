@@ -20,7 +20,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,10 +33,11 @@ from torch.optim import lr_scheduler
 
 from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
+from backdrop.experiments.graphs import Recorded
 from backdrop.experiments.task import Examples, Settings, Task, find_task, reference
 from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
-from backdrop.skip import skip_blocked
+from backdrop.skip import Skip, skip_blocked
 
 __all__ = ["Diverged", "Options", "Outcome", "fit"]
 
@@ -60,6 +61,10 @@ class Options:
         log: "json" for log.jsonl alone, or "tensorboard" for TensorBoard files besides.
         keep_weights: leave the trained network in the trial's folder, as weights.pt.
         data_root: where data sets lie.
+        graphs: record training steps as CUDA graphs, where they can be: on one GPU, with AdamW, without `skip`,
+            `p_warmup` and "16-mixed". For small networks and batches, which keep a GPU waiting for Python.
+        compile: train what `torch.compile` makes of the network, where it is not for `skip` to walk through. For large
+            images on a GPU, and many steps: compiling takes up to a minute.
     """
 
     accelerator: str = "auto"
@@ -70,6 +75,8 @@ class Options:
     log: Literal["json", "tensorboard"] = "json"
     keep_weights: bool = False
     data_root: str | None = None
+    graphs: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,13 @@ class _Training:
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         self.format = formats.get(self.train.inputs.ndim, torch.contiguous_format)
         model = model.to(memory_format=self.format)  # type: ignore[call-overload]
-        optimizer = _optimizer(model, s)
+        skips = any(isinstance(m, Skip) for m in model.modules())
+        if options.compile and not skips:
+            model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
+        graphs = options.graphs and not skips and self._can_record()
+        optimizer = _optimizer(model, s, fabric.device, recorded=graphs)
         self.model, self.optimizer = fabric.setup(model, optimizer)
+        self.recorded = Recorded(self._forward, self._loss, self._update, self.generators) if graphs else None
         self.schedule = _schedule(optimizer, s, self.steps)
         self.p_schedule = None
         if s.p_warmup and layers:
@@ -199,7 +211,8 @@ class _Training:
             begin, before = time.perf_counter(), self.seconds
             row = self._train_epoch()
             if self._is_due():
-                row |= self._evaluate()
+                with self._uncompiled():
+                    row |= self._evaluate()
             self.seconds = before + time.perf_counter() - begin
             row["seconds"] = self.seconds
             self.curve.append(row)
@@ -219,7 +232,8 @@ class _Training:
         metrics = {name.removeprefix("test "): self.curve[-1][name] for name in self.curve[-1] if name not in names}
         if self._first:
             self.model.eval()
-            metrics |= self.task.examine(self.model.module, self.judge)
+            with self._uncompiled():
+                metrics |= self.task.examine(self.model.module, self.judge)
         return {
             "key": self.task.key,
             "task": self.task.name,
@@ -254,18 +268,34 @@ class _Training:
                 "a lower one may help"
             )
         step = self.epoch * s.passes * self.batches
-        return {"epoch": self.epoch, "step": step, "loss": loss, "lr": self.schedule.get_last_lr()[0]}
+        return {"epoch": self.epoch, "step": step, "loss": loss, "lr": float(self.schedule.get_last_lr()[0])}
 
     def _step(self, rows: Tensor) -> Tensor:
-        outputs = self.model(self.train.inputs[rows].contiguous(memory_format=self.format))
-        loss = self.task.loss(outputs, self.train.labels[rows])
-        self.optimizer.zero_grad()
-        self.fabric.backward(loss)
-        self.optimizer.step()
+        if self.recorded:
+            loss = self.recorded(rows)
+        else:
+            loss = self._loss(self._forward(rows), rows)
+            self._update(loss)
         self.schedule.step()
         if self.p_schedule:
             self.p_schedule.step()
         return loss.detach()
+
+    def _forward(self, rows: Tensor) -> Any:
+        return self.model(self.train.inputs[rows].contiguous(memory_format=self.format))
+
+    def _loss(self, outputs: Any, rows: Tensor) -> Tensor:
+        return self.task.loss(outputs, self.train.labels[rows])
+
+    def _update(self, loss: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.fabric.backward(loss)
+        self.optimizer.step()
+
+    def _can_record(self) -> bool:
+        s = self.settings
+        one_gpu = self.fabric.device.type == "cuda" and self.fabric.world_size == 1
+        return one_gpu and s.optimizer == "adamw" and s.precision != "16-mixed" and not s.p_warmup
 
     def _own(self, rows: Tensor) -> Tensor:
         """The part of a batch that is this process's. Parts are alike in size, so that means of means are means."""
@@ -275,6 +305,10 @@ class _Training:
     def _is_due(self) -> bool:
         s = self.settings
         return bool(self.epoch * s.evaluations // s.epochs > (self.epoch - 1) * s.evaluations // s.epochs)
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """For networks in evaluation, which are others and have other sizes, for few calls each."""
+        return torch.compiler.set_stance("force_eager") if self.options.compile else nullcontext()
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
@@ -326,7 +360,7 @@ class _Training:
                 "delete it to begin anew"
             )
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        _load(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.p_schedule:
             self.p_schedule.load_state_dict(state["p_schedule"])
@@ -349,10 +383,26 @@ def _seed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
 
 
-def _optimizer(model: nn.Module, s: Settings) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, s: Settings, device: torch.device, *, recorded: bool = False) -> torch.optim.Optimizer:
     if s.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), s.lr, momentum=0.9, nesterov=True, weight_decay=s.weight_decay)
+    if recorded:  # a learning rate that a graph can read
+        lr = torch.tensor(s.lr, device=device)
+        return torch.optim.AdamW(model.parameters(), lr, weight_decay=s.weight_decay, fused=True, capturable=True)
     return torch.optim.AdamW(model.parameters(), s.lr, weight_decay=s.weight_decay)
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Takes up the state of an optimiser, whose steps may have been recorded where these are not, or the other way."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    ways = [{name: group.get(name) for name in ("fused", "capturable")} for group in optimizer.param_groups]
+    groups = [{**group, **way} for group, way in zip(state["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate.fill_(group["lr"]) if isinstance(rate, Tensor) else float(group["lr"])
+        for values in (optimizer.state[parameter] for parameter in group["params"]):
+            if "step" in values and not group["capturable"]:
+                values["step"] = values["step"].cpu()
 
 
 def _schedule(optimizer: torch.optim.Optimizer, s: Settings, steps: int) -> lr_scheduler.LRScheduler:

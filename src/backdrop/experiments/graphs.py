@@ -1,0 +1,93 @@
+"""Training steps as CUDA graphs: small networks keep a GPU waiting for Python, and a graph does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Recorded"]
+
+WARM = 3  # steps before a step is recorded: libraries choose their algorithms, optimisers make their state
+
+
+class _Record(NamedTuple):
+    forward: torch.cuda.CUDAGraph
+    rows: Tensor
+    outputs: Any
+    gradients: list[Tensor]
+    update: torch.cuda.CUDAGraph
+
+
+class Recorded:
+    """A training step that is recorded when it has run a few times, for every size of batch, and then replayed.
+
+    There are two graphs, for what comes before the loss and after it. The loss itself may wait for the GPU.
+
+    Args:
+        forward: takes the rows of a batch and returns the network's outputs, a tensor or several.
+        loss: takes outputs and rows.
+        update: takes a loss, goes back from it and changes the weights.
+        generators: that they draw from, besides the device's own.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Any],
+        loss: Callable[[Any, Tensor], Tensor],
+        update: Callable[[Tensor], None],
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
+        self.forward, self.loss, self.update, self.generators = forward, loss, update, list(generators)
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.runs: Counter[int] = Counter()
+        self.records: dict[int, _Record] = {}
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The loss."""
+        size = len(rows)
+        if size not in self.records:
+            if self.runs[size] < WARM:
+                self.runs[size] += 1
+                return self._run(rows)
+            self.records[size] = self._record(rows)
+        record = self.records[size]
+        record.rows.copy_(rows)
+        record.forward.replay()
+        leaves = [part.detach().requires_grad_() for part in _parts(record.outputs)]
+        loss = self.loss(leaves[0] if isinstance(record.outputs, Tensor) else leaves, rows)
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for place, gradient in zip(record.gradients, found, strict=True):
+            place.zero_() if gradient is None else place.copy_(gradient)
+        record.update.replay()
+        return loss.detach()
+
+    def _run(self, rows: Tensor) -> Tensor:
+        """On the stream on which it will be recorded, which torch asks for."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = self.loss(self.forward(rows), rows)
+            self.update(loss)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss.detach()
+
+    def _record(self, rows: Tensor) -> _Record:
+        forward, update, place = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), rows.clone()
+        for generator in self.generators:
+            forward.register_generator_state(generator)
+            update.register_generator_state(generator)
+        with torch.cuda.graph(forward, stream=self.stream):
+            outputs = self.forward(place)
+        gradients = [torch.zeros_like(part) for part in _parts(outputs)]
+        with torch.cuda.graph(update, pool=forward.pool(), stream=self.stream):
+            # A number whose gradient is the one given.
+            products = [(part * gradient).sum() for part, gradient in zip(_parts(outputs), gradients, strict=True)]
+            self.update(torch.stack(products).sum())
+        return _Record(forward, place, outputs, gradients, update)
+
+
+def _parts(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
