@@ -192,8 +192,10 @@ def again(name: str, spec: Spec, records: Sequence[Record]) -> str:
     words += ["--name", name] if name != spec.name else []
     shared, named = all_settings(kind, preset.base), {setting for point in preset.grid for setting in point}
     ours = {*kind.masks, "seed", "judge"} if spec.kind == "tune" else set()
+    said = {"skip"} if spec.preset == "paper" else set()  # another on a GPU, unless it is given
+    said |= named if spec.kind == "grid" else set()
     for setting, value in spec.base.items():
-        if setting not in ours and (value != shared.get(setting) or (spec.kind == "grid" and setting in named)):
+        if setting not in ours and (value != shared.get(setting) or setting in said):
             words += ["--set", f"{setting}={as_text(value)}"]
     if spec.kind == "tune":
         return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base["seed"])])
