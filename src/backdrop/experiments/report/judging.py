@@ -133,12 +133,16 @@ def everywhere(claim: str, paper: str, effects: Mapping[int, Effects]) -> Claim:
     gains = {size: found for size, effect in effects.items() if (found := estimate(effect.values()))}
     if not gains:
         return Claim(claim, paper)
-    signs = [gain.beyond() for gain in gains.values()]
-    sizes = ", ".join(map(str, gains))
-    here = f"better at {signs.count(True)} of {len(signs)} (batch sizes {sizes}), worse at {signs.count(False)}"
-    if True in signs:
-        return Claim(claim, paper, here, "yes" if all(signs) else "partly")
-    return Claim(claim, paper, here, "no" if False in signs else "not clear")
+    signs = {size: gain.beyond() for size, gain in gains.items()}
+    words = {True: "better", False: "worse", None: "not clear"}
+    here = "; ".join(
+        f"{word} at {', '.join(str(size) for size, found in signs.items() if found is sign)}"
+        for sign, word in words.items()
+        if sign in signs.values()
+    )
+    if True in signs.values():
+        return Claim(claim, paper, here, "yes" if all(signs.values()) else "partly")
+    return Claim(claim, paper, here, "no" if False in signs.values() else "not clear")
 
 
 def ends(sizes: Mapping[int, Size]) -> tuple[int, int] | None:
