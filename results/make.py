@@ -1,8 +1,7 @@
 """Makes tables, pictures and the head of docs/results.md from the trials: `python results/make.py`.
 
 `TASK/trials.json` is a study, and `TASK/choice.json` the one on validation data by which learning rates were chosen.
-Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here. As long as there is
-nothing but a search, the page shows what it found.
+Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here.
 """
 
 import math
@@ -89,7 +88,7 @@ def filled(page):
     for task in TASKS:
         if study(task):
             put(task, made_by(task))
-        elif study(task, "choice"):
+        if study(task, "choice"):
             put(f"{task} choice", chosen(task))
     return page
 

@@ -64,7 +64,8 @@ def test_the_grids_of_the_paper():
         found = points(task, "paper")
         sizes, ps = {s.batch_size for s in found}, {s.p for s in found}
         assert (min(sizes), max(sizes), min(ps), max(ps)) == (least, most, 0.0, p)
-        assert {(s.batch_size, s.p) for s in found} == set(itertools.product(sizes, ps))
+        left_out = {(2048, 0.5)} if task is AUC else set()
+        assert {(s.batch_size, s.p) for s in found} == set(itertools.product(sizes, ps)) - left_out
         assert all(s.samples is None and s.shrink == 1 for s in found)
     assert Ponce.presets["paper"].seeds == 25
     latent = points(Latent, "paper")
