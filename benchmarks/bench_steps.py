@@ -1,9 +1,10 @@
-"""What `backdrop run --graphs` and `--compile` do for the time of a training step, on the paper's networks, in one run.
+"""How long a training step takes when it is recorded, compiled or skipped in, on the paper's networks, in one run.
 
     python benchmarks/bench_steps.py [--device cuda] [--json FILE]
 
-A trial is trained in each way, on textures or on images of noise. The time is that of its later epochs, divided by
-their steps: the first has the compiling and the recording in it, the last the evaluation. On a CPU there are no graphs.
+A trial is trained in each way, on textures or on images of noise: plain, with `backdrop run --graphs` and `--compile`,
+and with every policy of `--skip`. The time is that of its later epochs, divided by their steps: the first has the
+compiling and the recording in it, the last the evaluation. On a CPU there are no graphs, and networks are small.
 """
 
 import argparse
@@ -18,37 +19,49 @@ from rich.progress import track
 from rich.table import Table
 
 from backdrop.experiments.data import ImageSet
-from backdrop.experiments.tasks import CIFAR10, GP
+from backdrop.experiments.tasks import AUC, CIFAR10, GP
 from backdrop.experiments.train import Options, fit
 from bench_layer import machine
 
-WAYS = {"plain": {}, "graphs": {"graphs": True}, "compiled": {"compile": True}}
+OPTIONS = {"plain": {}, "graphs": {"graphs": True}, "compiled": {"compile": True}}
+SKIP = ("exact", "sampled", "frozen")
 EPOCHS, STEPS = 6, 20
 
 
-class Noise(CIFAR10):
-    """Without photographs, in epochs of 20 steps."""
+class Noise:
+    """Images of noise in place of photographs, for 20 steps."""
+
+    classes = 10
 
     def sets(self, device):
         generator = torch.Generator().manual_seed(0)
         count = STEPS * self.settings.batch_size
         images = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator).to(device)
-        every = ImageSet(images, torch.arange(count, device=device) % 10, tuple("0123456789"))
+        every = ImageSet(images, torch.arange(count, device=device) % self.classes, tuple("0123456789"[: self.classes]))
         return every, ImageSet(images[:10], every.labels[:10], every.classes)
 
 
+class NoisyCIFAR10(Noise, CIFAR10):
+    pass
+
+
+class NoisyAUC(Noise, AUC):
+    classes = 2
+
+
 def cases(device):
-    """Name, task and settings; on a CPU, small."""
-    common = {"precision": "bf16-mixed" if device == "cuda" else "32-true", "epochs": EPOCHS, "evaluations": 1}
-    for size in (16, 64, 256, 2048) if device == "cuda" else (16,):
-        yield f"All-CNN, {size} images", Noise, {"batch_size": size, "p": 0.75, "passes": 1, **common}
-    masks = {"p_small": 0.99, "p_large": 0.94, "adapt": False, "test_per_class": 1}
-    for size, blocks in ((256, (2, 3)), (1024, (4, 3))) if device == "cuda" else ((64, (1, 2)),):
-        yield (
-            f"GP network, 4 images of {size}²",
-            GP,
-            {"size": size, "blocks": blocks, "passes": STEPS, **masks, **common},
-        )
+    """Name, task and settings."""
+    on_gpu = device == "cuda"
+    common = {"precision": "bf16-mixed" if on_gpu else "32-true", "epochs": EPOCHS, "evaluations": 1, "lr": 1e-4}
+    images = {"passes": 1, "width": 96 if on_gpu else 16, **common}
+    for size in (16, 64, 256, 2048) if on_gpu else (16,):
+        yield f"cifar10, {size} images, p 0.75", NoisyCIFAR10, {"batch_size": size, "p": 0.75, **images}
+    for size in (32, 2048) if on_gpu else (128,):
+        yield f"auc, {size} images, p 0.97", NoisyAUC, {"batch_size": size, "p": 0.97, **images}
+    textures = {"p_small": 0.99, "p_large": 0.94, "adapt": False, "test_per_class": 1, "passes": STEPS, **common}
+    for size, blocks in ((256, (2, 3)), (1024, (4, 3))) if on_gpu else ((64, (1, 2)),):
+        name = f"gp, 4 images of {size} pixels squared, p 0.99 and 0.94"
+        yield name, GP, {"size": size, "blocks": blocks, "channels": 64 if on_gpu else 16, **textures}
 
 
 def measure(task, settings, options):
@@ -63,22 +76,26 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    ways = {name: way for name, way in WAYS.items() if args.device == "cuda" or name != "graphs"}
+    ways = {name: how for name, how in OPTIONS.items() if args.device == "cuda" or name != "graphs"}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
     rows = []
     for name, task, settings in track(list(cases(args.device)), "training", transient=True):
         found = {way: measure(task, settings, Options(accelerator=args.device, **how)) for way, how in ways.items()}
+        found |= {skip: measure(task, settings | {"skip": skip}, Options(accelerator=args.device)) for skip in SKIP}
         rows.append({"case": name, **{f"{way}_ms": ms for way, ms in found.items()}})
-    table = Table(title=f"Milliseconds of a training step on {machine(args.device)}, and times as fast as plain")
-    for heading in ("", *ways):
-        table.add_column(heading, justify="right" if heading else "left")
+        if args.json:
+            figures = {"versions": versions, "device": machine(args.device), "rows": rows}
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    table = Table(
+        title=f"Milliseconds of a training step on {machine(args.device)}, and how many times as fast as plain"
+    )
+    table.add_column("")
+    for way in (*ways, *SKIP):
+        table.add_column(f"skip {way}" if way in SKIP else way, justify="right")
     for row in rows:
-        times = [f"{row[f'{way}_ms']:.2f} ({row['plain_ms'] / row[f'{way}_ms']:.2f})" for way in ways]
-        table.add_row(row["case"], *times)
-    Console(width=120).print(table)
-    if args.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        found = {"versions": versions, "device": machine(args.device), "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        times = [row[f"{way}_ms"] for way in (*ways, *SKIP)]
+        table.add_row(row["case"], *(f"{ms:.2f} ({times[0] / ms:.2f})" for ms in times))
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

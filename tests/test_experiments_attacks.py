@@ -88,9 +88,13 @@ def test_cifar10_is_attacked_if_asked(tmp_path, monkeypatch):
     tiny = {"width": 8, "samples": None, "test_samples": None, "epochs": 4, "passes": 4, "batch_size": 20, "lr": 1e-2}
     plain = fit(CIFAR10.with_preset("quick", tiny), tmp_path / "plain")
     assert set(plain.metrics) == {"accuracy", "loss"}
-    attacked = fit(CIFAR10.with_preset("quick", {**tiny, "attacks": True}), tmp_path / "attacked")
+    attacked = fit(CIFAR10.with_preset("quick", {**tiny, "attacked": 60}), tmp_path / "attacked")
     found = attacked.metrics
     assert {name: found[name] for name in plain.metrics} == plain.metrics
-    assert set(found) - set(plain.metrics) == {"fgsm_2", "fgsm_8", "pgd_2", "pgd_8"}
-    assert found["accuracy"] > 50
+    assert set(found) - set(plain.metrics) == {"clean", "fgsm_2", "fgsm_8", "pgd_2", "pgd_8"}
+    assert found["accuracy"] == found["clean"] > 50
     assert found["accuracy"] >= found["fgsm_2"] >= found["pgd_2"] >= found["pgd_8"]
+    fewer = fit(CIFAR10.with_preset("quick", {**tiny, "attacked": 20}), tmp_path / "fewer").metrics
+    assert all(fewer[name] % 5 == 0 for name in ("clean", "fgsm_2", "pgd_8"))  # of 20 images
+    with pytest.raises(ValueError, match="attacked has to be a number of images, 0 or more, but got -1"):
+        CIFAR10.with_preset("quick", {**tiny, "attacked": -1})

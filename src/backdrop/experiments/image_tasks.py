@@ -97,10 +97,16 @@ class CIFAR10Settings(MaskedImageSettings):
     """Of `cifar10`.
 
     Args:
-        attacks: measure accuracy under attack at the end, with FGSM and PGD-20, of 2/255 and 8/255.
+        attacked: on how many images, the same in all trials, to measure accuracy under attack at the end: with FGSM
+            and PGD-20, of 2/255 and 8/255. `clean` is the accuracy on them without an attack.
     """
 
-    attacks: bool = False
+    attacked: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attacked < 0:
+            raise ValueError(f"attacked has to be a number of images, 0 or more, but got {self.attacked}")
 
 
 class CIFAR10(Images):
@@ -126,14 +132,16 @@ class CIFAR10(Images):
         return models.all_cnn(mask=Backdrop2d(s.p, exact=s.exact), width=s.width, norm=s.norm)
 
     def examine(self, model: nn.Module, examples: Examples) -> dict[str, float]:
-        if not self.settings.attacks:
+        if not self.settings.attacked:
             return {}
+        some = _some(examples, self.settings.attacked, 0)
         kinds: dict[str, Attack] = {"fgsm": fgsm, "pgd": pgd}
-        return {
-            f"{name}_{radius}": accuracy_under(attack, model, *examples, radius / 255, self.pixels)
+        found = {
+            f"{name}_{radius}": accuracy_under(attack, model, *some, radius / 255, self.pixels)
             for name, attack in kinds.items()
             for radius in (2, 8)
         }
+        return {"clean": accuracy_under(fgsm, model, *some, 0.0, self.pixels), **found}
 
     def units(self) -> dict[str, int]:
         return {"p": 36}

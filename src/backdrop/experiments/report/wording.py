@@ -39,6 +39,7 @@ METRICS = {
     "adapted_accuracy": "accuracy with adapted statistics",
     "adapted_small": "the same at the small scale",
     "adapted_large": "the same at the large scale",
+    "clean": "accuracy on the attacked images, without an attack",
     "fgsm_2": "accuracy under FGSM, 2/255",
     "fgsm_8": "accuracy under FGSM, 8/255",
     "pgd_2": "accuracy under PGD-20, 2/255",
