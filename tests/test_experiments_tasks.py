@@ -208,6 +208,20 @@ def test_units_are_what_masks_choose_from():
     assert list(shapes.values()) == list(quick.units().values())
 
 
+def test_gp_can_be_trained_on_all_orientations():
+    values = {"size": 6, "blocks": (1, 1)}
+    images = torch.arange(36.0).view(1, 1, 6, 6).expand(400, 1, 6, 6)
+    torch.manual_seed(0)
+    found = GP.with_preset("quick", {**values, "flips": True}).augment(images)
+    assert found.shape == images.shape
+    # Each is one of eight, and all occur: one of them is missing by chance once in 1e22 times.
+    square = images[0, 0]
+    wanted = {tuple(torch.rot90(x, turns).flatten().tolist()) for x in (square, square.T) for turns in range(4)}
+    assert len(wanted) == 8
+    assert {tuple(image.flatten().tolist()) for image in found} == wanted
+    assert GP.with_preset("quick", values).augment(images) is images
+
+
 def test_gp_can_be_judged_with_statistics_of_the_images_judged(monkeypatch):
     values = {"size": 64, "test_per_class": 3, "blocks": (1, 1), "channels": 8, "batch_size": 12, "eval_batch": 5}
     task = GP.with_preset("quick", {**values, "adapt": True, "p_small": 0.5})

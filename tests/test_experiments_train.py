@@ -52,8 +52,9 @@ def stop_after(epoch):
         {"p_warmup": 0.6, "lr_schedule": "cosine"},
         {"optimizer": "sgd", "lr": 0.01, "lr_schedule": "constant"},
         {"skip": "sampled"},
+        {"flips": True},
     ],
-    ids=["usual", "schedules", "sgd", "skip"],
+    ids=["usual", "schedules", "sgd", "skip", "flips"],
 )
 @pytest.mark.parametrize("epoch", [1, 3])
 def test_a_resumed_run_is_bit_identical(tmp_path, settings, epoch):
@@ -325,6 +326,19 @@ def test_masks_are_on_during_training_and_off_in_evaluation(tmp_path, monkeypatc
     monkeypatch.setattr(Backdrop2d, "forward", lambda self, x: calls.append(self.training) or forward(self, x))
     gp(tmp_path, epochs=1, passes=1, eval_batch=8)
     assert calls == [True, True, False, False]
+
+
+def test_training_inputs_alone_are_augmented(tmp_path, monkeypatch):
+    seen, forward = [], Backdrop2d.forward
+
+    def record(self, x):
+        seen.append((self.training, bool((x != x[:1]).any())))  # whether images differ
+        return forward(self, x)
+
+    monkeypatch.setattr(GP, "augment", lambda self, inputs: torch.zeros_like(inputs))
+    monkeypatch.setattr(Backdrop2d, "forward", record)
+    gp(tmp_path, epochs=1, passes=1, eval_batch=8)
+    assert seen == [(True, False), (True, False), (False, True), (False, True)]
 
 
 def assert_trains_alike(folder, options, other, **settings):

@@ -176,6 +176,10 @@ class Task(ABC):
     def evaluate(self, outputs: Any, labels: Tensor) -> dict[str, float]:
         """Metrics over all outputs for the data to evaluate on; `metric` is one of them."""
 
+    def augment(self, inputs: Tensor) -> Tensor:
+        """A batch of training inputs, changed at random; as it is unless a task says otherwise."""
+        return inputs
+
     def examine(self, model: nn.Module, examples: Examples) -> dict[str, float]:
         """More metrics, of a trained model in eval mode on the data to evaluate on; measured once, at the end."""
         return {}

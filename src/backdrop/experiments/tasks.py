@@ -48,6 +48,8 @@ class GPSettings(Settings):
         per_class: training images.
         test_per_class: images to evaluate on, of each class.
         eval_batch: images in one step of an evaluation.
+        flips: train on images that are turned and mirrored at random, which does not change the distribution that they
+            come from.
         adapt: at the end, measure accuracy once more with batch statistics of the images to evaluate on, whose labels
             are not needed for that, in place of those of the few training images.
     """
@@ -64,6 +66,7 @@ class GPSettings(Settings):
     per_class: int = 1
     test_per_class: int = 25
     eval_batch: int = 8
+    flips: bool = False
     adapt: bool = False
 
 
@@ -131,6 +134,13 @@ class GP(Classification):
         right = {"small": percent_right(found % lengths, labels % lengths)}
         right |= {"large": percent_right(found // lengths, labels // lengths)}
         return {**super().evaluate(outputs, labels), **right}
+
+    def augment(self, inputs: Tensor) -> Tensor:
+        if not self.settings.flips:
+            return inputs
+        ways = torch.stack([torch.rot90(x, turns, (2, 3)) for x in (inputs, inputs.flip(3)) for turns in range(4)])
+        chosen = torch.randint(len(ways), (len(inputs),), device=inputs.device)
+        return ways[chosen, torch.arange(len(inputs), device=inputs.device)]
 
     @torch.no_grad()
     def examine(self, model: nn.Module, examples: Examples) -> dict[str, float]:

@@ -282,7 +282,8 @@ class _Training:
         return loss.detach()
 
     def _forward(self, rows: Tensor) -> Any:
-        return self.model(self.train.inputs[rows].contiguous(memory_format=self.format))
+        inputs = self.task.augment(self.train.inputs[rows])
+        return self.model(inputs.contiguous(memory_format=self.format))
 
     def _loss(self, outputs: Any, rows: Tensor) -> Tensor:
         return self.task.loss(outputs, self.train.labels[rows])
