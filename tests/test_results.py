@@ -83,3 +83,20 @@ def test_the_page_compares_masks_at_the_same_settings(make):
     same = [c for c in results.measured if all(c.settings[name] == value for name, value in wanted.items())]
     means = {c.settings["p"]: f"{results.estimate(c).mean:.3f}" for c in same}
     assert f"{means[0.0]} without masks, {means[0.94]} with p = 0.94 and {means[0.97]} with 0.97" in page
+
+
+def test_the_page_quotes_the_areas_on_test_images(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["auc"], make.study("auc").records())
+    means = {(c.settings["batch_size"], c.settings["p"]): results.estimate(c).mean for c in results.measured}
+    shown = [f"{means[2048, p]:.3f}" for p in (0.0, 0.75, 0.94, 0.97)]
+    assert "from {} without them to {}, {} and {} with p = 0.75, 0.94 and 0.97".format(*shown) in page
+    assert f"{means[32, 0.75]:.3f} with p = 0.75 against {means[32, 0.0]:.3f} without masks at 32" in page
+    assert f"{means[256, 0.5]:.3f} with p = 0.5 against {means[256, 0.0]:.3f} at 256" in page
+    costs = [f"{means[size, 0.0] - means[size, p]:.3f}" for size, p in ((32, 0.5), (32, 0.97), (256, 0.97))]
+    assert "p = 0.5 costs {}, and p = 0.97 costs {} there and {} at 256".format(*costs) in page
+    at_2048 = [c.values("auc") for c in results.measured if c.settings["batch_size"] == 2048]
+    plain, *masked = at_2048
+    assert all(values[seed] > plain[seed] for values in masked for seed in plain)
+    share = (means[2048, 0.97] - means[2048, 0.0]) / (means[32, 0.0] - means[2048, 0.0])
+    assert share == pytest.approx(0.75, abs=0.02)
