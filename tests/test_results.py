@@ -1,6 +1,7 @@
 """What is said of the paper's claims is what the trials in `results` say."""
 
 import importlib.util
+import statistics
 from pathlib import Path
 
 import pytest
@@ -98,5 +99,26 @@ def test_the_page_quotes_the_areas_on_test_images(make):
     at_2048 = [c.values("auc") for c in results.measured if c.settings["batch_size"] == 2048]
     plain, *masked = at_2048
     assert all(values[seed] > plain[seed] for values in masked for seed in plain)
+    ends = {
+        c.settings["p"]: [r.curve for r in c.complete] for c in results.measured if c.settings["batch_size"] == 2048
+    }
+    for p, words in (
+        (0.0, "bring AUC on the test images to {} of {} without masks"),
+        (0.97, "to {} of {} with p = 0.97"),
+    ):
+        first, last = (f"{statistics.mean(curve[i]['auc'] for curve in ends[p]):.3f}" for i in (0, -1))
+        assert words.format(first, last) in page
     share = (means[2048, 0.97] - means[2048, 0.0]) / (means[32, 0.0] - means[2048, 0.0])
     assert share == pytest.approx(0.75, abs=0.02)
+
+
+def test_the_page_says_which_masks_validation_images_would_take(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["auc"], make.study("auc", "choice").records())
+    points = {(point["batch_size"], point["p"]) for point in TASKS["auc"].presets["paper"].grid}
+    best = {}
+    for size in (32, 256, 2048):
+        masked = [c for c in results.measured if c.settings["p"] and (size, c.settings["p"]) in points]
+        best[size] = results.best(c for c in masked if c.settings["batch_size"] == size).settings["p"]
+    wanted = f"take p = {best[2048]} at 2048 as well, but {best[256]} at 256 and {best[32]} at 32"
+    assert wanted in page
