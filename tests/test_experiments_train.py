@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from backdrop import Backdrop, Backdrop2d
 from backdrop.experiments import checkpoint, data, train
@@ -365,7 +366,9 @@ def test_recorded_steps_train_like_others(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 def test_compiled_networks_train_like_others(tmp_path):
     options = [Options(threads=1, keep_weights=True, compile=compiled) for compiled in (False, True)]
+    before = counters["stats"]["unique_graphs"]
     assert_trains_alike(tmp_path, *options, p_small=0.0, p_large=0.0)  # compiled random numbers are others
+    assert counters["stats"]["unique_graphs"] > before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

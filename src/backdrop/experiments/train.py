@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
 from backdrop.experiments.graphs import Recorded
-from backdrop.experiments.task import Examples, Settings, Task, find_task, reference
+from backdrop.experiments.optimizers import load_state, make_optimizer, make_schedule
+from backdrop.experiments.task import Examples, Task, find_task, reference
 from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
 from backdrop.skip import Skip, skip_blocked
@@ -191,10 +191,10 @@ class _Training:
         if options.compile and not skips:
             model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
         graphs = options.graphs and not skips and self._can_record()
-        optimizer = _optimizer(model, s, fabric.device, recorded=graphs)
+        optimizer = make_optimizer(model, s, fabric.device, recorded=graphs)
         self.model, self.optimizer = fabric.setup(model, optimizer)
         self.recorded = Recorded(self._forward, self._loss, self._update, self.generators) if graphs else None
-        self.schedule = _schedule(optimizer, s, self.steps)
+        self.schedule = make_schedule(optimizer, s, self.steps)
         self.p_schedule = None
         if s.p_warmup and layers:
             self.p_schedule = LinearP(layers, start=0.0, steps=max(1, round(s.p_warmup * self.steps)))
@@ -361,7 +361,7 @@ class _Training:
                 "delete it to begin anew"
             )
         self.model.load_state_dict(state["model"])
-        _load(self.optimizer, state["optimizer"])
+        load_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         if self.p_schedule:
             self.p_schedule.load_state_dict(state["p_schedule"])
@@ -382,34 +382,3 @@ def _column(metric: str) -> str:
 def _seed(*parts: object) -> int:
     """A seed for one purpose, unlike those for all others."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
-
-
-def _optimizer(model: nn.Module, s: Settings, device: torch.device, *, recorded: bool = False) -> torch.optim.Optimizer:
-    if s.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), s.lr, momentum=0.9, nesterov=True, weight_decay=s.weight_decay)
-    if recorded:  # a learning rate that a graph can read
-        lr = torch.tensor(s.lr, device=device)
-        return torch.optim.AdamW(model.parameters(), lr, weight_decay=s.weight_decay, fused=True, capturable=True)
-    return torch.optim.AdamW(model.parameters(), s.lr, weight_decay=s.weight_decay)
-
-
-def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Takes up the state of an optimiser, whose steps may have been recorded where these are not, or the other way."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    ways = [{name: group.get(name) for name in ("fused", "capturable")} for group in optimizer.param_groups]
-    groups = [{**group, **way} for group, way in zip(state["param_groups"], ways, strict=True)]
-    optimizer.load_state_dict({**state, "param_groups": groups})
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate.fill_(group["lr"]) if isinstance(rate, Tensor) else float(group["lr"])
-        for values in (optimizer.state[parameter] for parameter in group["params"]):
-            if "step" in values and not group["capturable"]:
-                values["step"] = values["step"].cpu()
-
-
-def _schedule(optimizer: torch.optim.Optimizer, s: Settings, steps: int) -> lr_scheduler.LRScheduler:
-    if s.lr_schedule == "one-cycle":
-        # One step more than there are: the last call of step() is for a step that is never taken.
-        return lr_scheduler.OneCycleLR(optimizer, s.lr, total_steps=steps + 1, cycle_momentum=False)
-    if s.lr_schedule == "cosine":
-        return lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
