@@ -9,10 +9,10 @@ import re
 import shutil
 from pathlib import Path
 
-from backdrop.experiments.report import wording
+from backdrop.experiments.report import tables, wording
 from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.statistics import CHOSEN, Results
-from backdrop.experiments.report.write import write_report
+from backdrop.experiments.report.write import markdown_table, write_report
 from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.plan import again
 from backdrop.experiments.tasks import TASKS
@@ -20,6 +20,10 @@ from backdrop.experiments.tasks import TASKS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
+FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
+MORE = {  # metrics that the page shows besides the main one
+    "gp": ["adapted_accuracy", "adapted_small", "adapted_large"],
+}
 VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
 
 
@@ -57,7 +61,7 @@ def made_by(task):
 def chosen(task):
     """What a search found best on validation data for every mask, by the settings that are no choice."""
     results = Results(TASKS[task], study(task, "choice").records())
-    names = [name for name in results.varied if name not in CHOSEN]
+    names = [name for name in results.varied if name not in CHOSEN and name not in FOLLOWS]
     options = [name for name in CHOSEN if name in results.varied]
     found = {}
     for each in results.measured:
@@ -75,6 +79,20 @@ def chosen(task):
     return "\n".join(lines)
 
 
+def more(task):
+    """Metrics of every configuration."""
+    results = Results(TASKS[task], study(task).records())
+    lines = [f"| {' | '.join([*map(wording.setting_name, results.axes), *map(wording.metric_name, MORE[task])])} |"]
+    lines.append("|" + "---:|" * (len(results.axes) + len(MORE[task])))
+    for each in results.measured:
+        cells = [wording.value(each.settings[name]) for name in results.axes]
+        for metric in MORE[task]:
+            digits = wording.decimals(results.estimate(c, metric).mean for c in results.measured)
+            cells.append(wording.plus_minus(results.estimate(each, metric), digits))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def filled(page):
     """The page with everything between its markers made anew."""
 
@@ -85,9 +103,12 @@ def filled(page):
         assert count == 1, f"docs/results.md has to have one place for {name}, but has {count}"
 
     put("claims", claims_table())
+    put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
     for task in TASKS:
         if study(task):
             put(task, made_by(task))
+            if task in MORE:
+                put(f"{task} metrics", more(task))
         if study(task, "choice"):
             put(f"{task} choice", chosen(task))
     return page
@@ -100,8 +121,9 @@ def main():
             command = again(found.name, found.spec, records)
             for kind in ("md", "csv"):
                 write_report(task, found.name, records, folder / f"report.{kind}", format=kind, command=command)
-            for picture in folder.glob("report-metric*.png"):
-                shutil.copyfile(picture, IMAGES / picture.name.replace("report-metric", f"results-{name}"))
+            for kind in ("metric", "accuracy"):  # of one mask, of two
+                for picture in folder.glob(f"report-{kind}*.png"):
+                    shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))
         if found := study(name, "choice"):
             write_report(task, found.name, found.records(), ROOT / "results" / name / "choice.csv", format="csv")
     PAGE.write_text(filled(PAGE.read_text()))

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from backdrop import Backdrop, Backdrop2d
 from backdrop.experiments import checkpoint, data, train
+from backdrop.experiments.graphs import Recorded
 from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
@@ -356,11 +357,20 @@ def assert_trains_alike(folder, options, other, **settings):
         assert {**row, "seconds": 0} == pytest.approx({**other_row, "seconds": 0}, rel=1e-5)
 
 
+@pytest.fixture
+def recordings(monkeypatch):
+    """The sizes of batches whose steps were recorded, one after the other."""
+    sizes, record = [], Recorded._record
+    monkeypatch.setattr(Recorded, "_record", lambda self, rows: sizes.append(len(rows)) or record(self, rows))
+    return sizes
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_recorded_steps_train_like_others(tmp_path):
+def test_recorded_steps_train_like_others(tmp_path, recordings):
     # Batches of 3 and 2 images: a graph for each.
     options = [Options(accelerator="cuda", keep_weights=True, graphs=graphs) for graphs in (False, True)]
     assert_trains_alike(tmp_path, *options)
+    assert sorted(recordings) == [2, 3]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
@@ -373,20 +383,21 @@ def test_compiled_networks_train_like_others(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
-def test_a_recorded_trial_goes_on(tmp_path, first, then):
+def test_a_recorded_trial_goes_on(tmp_path, recordings, first, then):
     settings = {"per_class": 4, "batch_size": 4, "passes": 4, "epochs": 4, "precision": "64-true"}
     options = [Options(accelerator="cuda", graphs=graphs) for graphs in (first, then)]
     whole = gp(tmp_path / "whole", options=options[0], **settings)
     with pytest.raises(Killed):
         gp(tmp_path / "parts", options=options[0], on_epoch=stop_after(2), **settings)
     parts = gp(tmp_path / "parts", options=options[1], **settings)
+    assert recordings == [4] * (2 * first + then)
     for row, other in zip(whole.curve, parts.curve, strict=True):
         assert {**row, "seconds": 0} == pytest.approx({**other, "seconds": 0}, rel=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("task", [AUC, Latent])
-def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch, task):
+def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch, recordings, task):
     classes = 2 if task is AUC else 10
     monkeypatch.setattr(task, "sets", lambda self, device: images(classes, 0, device))
     settings = {"width": 8, "batch_size": 11, "epochs": 4, "passes": 2, "samples": None, "precision": "64-true"}
@@ -396,5 +407,6 @@ def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch,
         trial = task.with_preset("quick", settings | dict.fromkeys(task.masks, 0.5), seed=1)
         outcome = fit(trial, tmp_path / str(graphs), options)
         found.append([{**row, "seconds": 0} for row in outcome.curve])
+    assert recordings
     for row, other in zip(*found, strict=True):
         assert other == pytest.approx(row, rel=1e-5)

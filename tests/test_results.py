@@ -1,13 +1,17 @@
 """What is said of the paper's claims is what the trials in `results` say."""
 
 import importlib.util
+import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports
 from backdrop.experiments.report.statistics import CHOSEN, Results
+from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -15,12 +19,21 @@ SEARCHED = [task for task in TASKS if (ROOT / "results" / task / "choice.json").
 MEASURED = [task for task in TASKS if (ROOT / "results" / task / "trials.json").exists()]
 
 
-@pytest.fixture(scope="module")
-def make():
-    spec = importlib.util.spec_from_file_location("make_results", ROOT / "results" / "make.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_results", ROOT / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def make():
+    return script("make")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return script("run")
 
 
 def test_the_page_is_in_step_with_the_trials(make):
@@ -45,7 +58,12 @@ def test_the_tables_are_in_step_with_the_trials(make, name, study, stem, judge):
     assert all(record.settings["judge"] == judge for record in results.records)
 
 
-@pytest.mark.parametrize("name", SEARCHED)
+def test_the_preset_for_textures_is_what_the_search_found_best(run):
+    grid = TASKS["gp"].presets["paper"].grid
+    assert all(point.items() >= run.gp_protocol(point).items() for point in grid)
+
+
+@pytest.mark.parametrize("name", [name for name in SEARCHED if name != "gp"])
 def test_the_preset_is_what_the_search_found_best(make, name):
     results = Results(TASKS[name], make.study(name, "choice").records())
     names = [axis for axis in results.varied if axis not in CHOSEN]
@@ -122,3 +140,75 @@ def test_the_page_says_which_masks_validation_images_would_take(make):
         best[size] = results.best(c for c in masked if c.settings["batch_size"] == size).settings["p"]
     wanted = f"take p = {best[2048]} at 2048 as well, but {best[256]} at 256 and {best[32]} at 32"
     assert wanted in page
+
+
+def test_the_page_quotes_the_textures(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["gp"], make.study("gp").records())
+    found = {tuple(c.settings[name] for name in ("p_small", "p_large", "crop")): c for c in results.measured}
+    plain, both = (found[key].values("accuracy") for key in ((0.0, 0.0, None), (0.99, 0.94, None)))
+    assert f"without masks from {min(plain.values()):.0f} to {max(plain.values()):.0f}" in page
+    mean = statistics.mean(both.values())
+    assert f"but with {mean:.1f} it stays {66.2 - mean:.0f} points below the paper's 66.2" in page
+    assert results.best(results.measured) is found[0.99, 0.94, None]
+    assert mean - statistics.mean(plain.values()) < 10
+    assert set(found[0.0, 0.0, 256].values("accuracy").values()) == {25.0}
+    more = {
+        key: results.estimate(c, "adapted_accuracy").mean - results.estimate(c).mean
+        for key, c in found.items()
+        if key[2] is None
+    }
+    without = more.pop((0.0, 0.0, None))
+    quoted = f"better by {without:.0f} points without masks and by {min(more.values()):.0f} to {max(more.values()):.0f}"
+    assert quoted in page
+
+
+def test_the_page_compares_textures_at_the_same_settings(make, run):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["gp"], make.study("gp", "choice").records())
+    wanted = {"size": 256, **run.gp_protocol({"p_small": 0.99, "p_large": 0.94})}
+    same = [c for c in results.measured if wanted.items() <= c.settings.items()]
+    without, masked = (f"{results.estimate(c).mean:.1f}" for c in same)
+    assert f"without masks the very same settings give {without} at 256 pixels, where masks give {masked}" in page
+    tried = {
+        masks["p_small"]: len([c for c in results.measured if {**masks, "size": 256}.items() <= c.settings.items()])
+        for masks in run.MASKS
+    }
+    assert set(tried.values()) == {28}
+    assert "28 combinations" in page
+
+
+def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
+    tiny = {"size": 32, "blocks": (1, 1), "channels": 8, "passes": 1, "test_per_class": 1, "precision": "32-true"}
+
+    def start(file, rates):
+        stage = run.Stage([{**tiny, "epochs": 1, "lr": rate} for rate in rates], (7,), file)
+        monkeypatch.setattr(run, "STAGES", {"gp": {"stage": lambda: stage}})
+        arguments = ["gp", "stage", "--workers", "1", "--folder", str(tmp_path / file), "--to", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", ["run.py", *arguments])
+        run.main()
+        records = Archive(tmp_path / "gp" / f"{file}.json").records()
+        assert all(record.state == "complete" for record in records)
+        return re.findall(r"(\d+) trials are", capsys.readouterr().out), [r.settings["lr"] for r in records]
+
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    assert start("choice", [0.1, 0.01]) == (["2"], [0.1, 0.01])
+    assert start("choice", [0.01, 0.1]) == (["0"], [0.1, 0.01])
+    assert start("choice", [0.01, 0.001]) == (["1"], [0.1, 0.01, 0.001])  # a search keeps what it has tried
+    assert len(run.chosen("gp", 5)) == 3
+    assert start("trials", [0.1]) == (["1"], [0.1])
+    assert start("trials", [0.1, 0.01]) == (["1"], [0.1, 0.01])
+    assert start("trials", [0.01, 0.001]) == (["1"], [0.01, 0.001])  # what is chosen no more is dropped
+
+
+def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
+    found = {0.0: {0.001: 0.7, 0.003: 0.8}, 0.5: {0.001: 0.7, 0.003: 0.6}, 0.9: {0.0003: 0.5, 0.001: 0.7, 0.003: 0.6}}
+    records = [
+        Record(f"{p} {lr}", "complete", {"batch_size": 32, "p": p, "lr": lr, "seed": 100}, metrics={"auc": value})
+        for p, values in found.items()
+        for lr, value in values.items()
+    ]
+    monkeypatch.setattr(run, "Archive", lambda path: SimpleNamespace(records=lambda: records))
+    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,))
+    assert [(point["p"], point["lr"]) for point in search.edge().points] == [(0.0, 0.01), (0.5, 0.0003)]
+    assert [point["lr"] for point in search.final().points] == [0.003, 0.001, 0.001]

@@ -30,7 +30,7 @@ from backdrop.experiments.study.archive import pack
 from backdrop.experiments.study.plan import Spec
 from backdrop.experiments.task import Task
 
-__all__ = ["Format", "write_report"]
+__all__ = ["Format", "markdown_table", "write_report"]
 
 Format = Literal["html", "md", "csv", "png", "json"]
 FORMATS = ("html", "md", "csv", "png", "json")
@@ -221,7 +221,7 @@ def _markdown(page: Page, stem: str) -> bytes:
         blocks: list[str] = []
         for item in content:
             if isinstance(item, Table):
-                blocks += [_markdown_table(item), *([_escaped(item.note)] if item.note else [])]
+                blocks += [markdown_table(item), *([_escaped(item.note)] if item.note else [])]
             elif item:
                 for picture in item:
                     blocks.append(f"![{_escaped(picture.alt)}]({stem}-{picture.name}.png)")
@@ -253,7 +253,9 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{sign}" if sign in "\\`*[]<>|#" else sign for sign in " ".join(text.split()))
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table as Markdown has it, without its note."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 

@@ -1,0 +1,290 @@
+"""Runs the trials that the results are made of, on a GPU: `python results/run.py TASK STAGE [--seconds N]`.
+
+The stages of a task come one after the other, and each takes what those before it found best on validation data.
+Trials that are in `results/TASK` are not run again; when the time is up, those that are done are kept, and the same
+command goes on. `python results/make.py` then makes the tables and the page.
+"""
+
+import argparse
+import contextlib
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from backdrop.experiments.records import Record
+from backdrop.experiments.report.statistics import CHOSEN, Results
+from backdrop.experiments.study import live
+from backdrop.experiments.study.archive import Archive, pack
+from backdrop.experiments.study.crew import Crew
+from backdrop.experiments.study.plan import Spec, all_settings, describe, threads_for
+from backdrop.experiments.study.storage import open_storage
+from backdrop.experiments.study.study import Study
+from backdrop.experiments.task import product, trial_key
+from backdrop.experiments.tasks import TASKS
+from backdrop.experiments.train import Options
+from backdrop.textures import PAPER_LENGTHS
+
+ROOT = Path(__file__).parent
+POLICIES = ("exact", "sampled", "frozen")
+Settings = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """Points, without their seeds, and where their trials are kept."""
+
+    points: list[Settings]
+    seeds: Sequence[int]
+    file: str
+
+
+def chosen(task: str, count: int = 1, **wanted: Any) -> list[Settings]:
+    """What the search has found best, for the points with these settings."""
+    results = Results(TASKS[task], Archive(ROOT / task / "choice.json").records())
+    tried = [c for c in results.measured if all(c.settings[name] == value for name, value in wanted.items())]
+    found = []
+    for _ in range(count):
+        if best := results.best(tried):
+            tried.remove(best)
+            found.append({name: best.settings[name] for name in CHOSEN if name in results.varied})
+    return found
+
+
+# Textures: learning rate, weight decay and length of training are searched on images of a quarter of the side, with
+# lengths to match, and the best of them on images of half the side; once with the paper's best masks, once without.
+
+MASKS = [{"p_small": 0.0, "p_large": 0.0}, {"p_small": 0.99, "p_large": 0.94}]
+
+
+def textures(size: int, before: int) -> Settings:
+    lengths = [[length * size / 1024 for length in pair] for pair in PAPER_LENGTHS]
+    return {"size": size, "small": lengths[0], "large": lengths[1], "blocks": (before, 3), "judge": "validation"}
+
+
+def gp_coarse() -> Stage:
+    protocols = product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[20, 40])
+    protocols += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
+    protocols += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
+    points = [{**textures(256, 2), **protocol, **masks} for protocol in protocols for masks in MASKS]
+    return Stage(points, range(100, 103), "choice")
+
+
+def gp_fine() -> Stage:
+    best = [(masks, protocol) for masks in MASKS for protocol in chosen("gp", 3, size=256, **masks)]
+    return Stage([{**textures(512, 3), **protocol, **masks} for masks, protocol in best], range(100, 105), "choice")
+
+
+def gp_protocol(point: Settings) -> Settings:
+    """Of the masks that were searched with: without any for crops, and with both where there is one."""
+    return chosen("gp", size=512, **MASKS[any(point[name] for name in TASKS["gp"].masks)])[0]
+
+
+def gp_final() -> Stage:
+    points = [{**point, **gp_protocol(point)} for point in TASKS["gp"].presets["paper"].grid]
+    return Stage(points, range(5), "trials")
+
+
+def gp_variants() -> Stage:
+    """Other ways to train, with what was best at this size."""
+    ways = [{"norm": "group"}, {"exact": True}, {"p_warmup": 0.5}, {"lr_schedule": "cosine"}, {"flips": True}]
+    points = [{**masks, **chosen("gp", size=256, **masks)[0], **way} for masks in MASKS for way in ({}, *ways)]
+    return Stage([{**textures(256, 2), **point} for point in points], range(100, 105), "variants")
+
+
+def gp_flips() -> Stage:
+    return Stage([{**masks, **gp_protocol(masks), "flips": True} for masks in MASKS], range(5), "flips")
+
+
+def gp_policies() -> Stage:
+    masks = {**MASKS[1], **gp_protocol(MASKS[1])}
+    return Stage([{**masks, "skip": policy} for policy in POLICIES], range(5), "policies")
+
+
+# Photographs: every batch size and mask has its own search, first for the learning rate and then beyond the ends of
+# what was tried, until the best lies between two others.
+
+RATES = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+
+
+class Images(NamedTuple):
+    """How a task is searched.
+
+    Args:
+        task: its name.
+        cells: batch sizes and masks.
+        tried: by batch size, the learning rates to begin with, and what says how long to train.
+        seeds: of the search.
+        more: settings of the trials on test images.
+    """
+
+    task: str
+    cells: list[Settings]
+    tried: dict[int, tuple[Sequence[float], Settings]]
+    seeds: Sequence[int]
+    more: Settings = {}  # noqa: RUF012
+
+    def coarse(self) -> Stage:
+        points = []
+        for cell in self.cells:
+            rates, length = self.tried[cell["batch_size"]]
+            points += [{**cell, **length, "lr": rate, "judge": "validation"} for rate in rates]
+        return Stage(points, self.seeds, "choice")
+
+    def edge(self) -> Stage:
+        points = []
+        for cell in self.cells:
+            (best,) = chosen(self.task, **cell)
+            rates = sorted(found["lr"] for found in chosen(self.task, 100, **cell))
+            place = RATES.index(best["lr"])
+            beyond = [place - 1] * (best["lr"] == rates[0]) + [place + 1] * (best["lr"] == rates[-1])
+            near = [RATES[i] for i in beyond if 0 <= i < len(RATES)]
+            points += [{**cell, **best, "lr": rate, "judge": "validation"} for rate in near]
+        return Stage(points, self.seeds, "choice")
+
+    def final(self) -> Stage:
+        points = [{**cell, **chosen(self.task, **cell)[0], **self.more} for cell in self.cells]
+        return Stage(points, range(5), "trials")
+
+
+AUC = Images(
+    "auc",
+    [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["auc"].presets["paper"].grid],
+    {},
+    (100, 101),
+)
+LATENT = Images(
+    "latent",
+    [
+        *product(batch_size=[2048], p_x=[0.0, 0.94, 0.97], p_d=[0.0, 0.94, 0.97]),
+        *({"batch_size": size, "p_x": x, "p_d": d} for size in (32, 256) for x, d in ((0.0, 0.0), (0.94, 0.97))),
+    ],
+    {
+        32: ((0.0001, 0.0003, 0.001), {"epochs": 10, "passes": 4}),
+        256: ((0.0003, 0.001, 0.003), {"epochs": 10, "passes": 12}),
+        2048: ((0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
+    },
+    (100, 101),
+)
+CIFAR10 = Images(
+    "cifar10",
+    product(batch_size=[16, 128, 2048], p=[0.0, 0.5, 0.75, 0.9]),
+    {
+        16: ((0.0001, 0.0003, 0.001), {"epochs": 10}),
+        128: ((0.0003, 0.001, 0.003), {"epochs": 20}),
+        2048: ((0.001, 0.003, 0.01), {"epochs": 30}),
+    },
+    (100,),
+    {"attacked": 2000},
+)
+
+
+def auc_policies() -> Stage:
+    (best,) = chosen("auc", batch_size=2048, p=0.97)
+    points = [{"batch_size": 2048, "p": 0.97, **best, "skip": policy} for policy in POLICIES]
+    return Stage(points, range(5), "policies")
+
+
+STAGES = {
+    "gp": {
+        "coarse": gp_coarse,
+        "fine": gp_fine,
+        "final": gp_final,
+        "variants": gp_variants,
+        "flips": gp_flips,
+        "policies": gp_policies,
+    },
+    "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
+    "latent": {"coarse": LATENT.coarse, "edge": LATENT.edge, "final": LATENT.final},
+    "cifar10": {"coarse": CIFAR10.coarse, "edge": CIFAR10.edge, "final": CIFAR10.final},
+}
+
+
+def settings_of(task: str, stage: Stage) -> dict[str, Settings]:
+    """All settings of all trials by their key, seed by seed."""
+    kind = TASKS[task]
+    base = {**kind.presets["paper"].base, "precision": "bf16-mixed"}
+    found = [all_settings(kind, {**base, **point, "seed": seed}) for seed in stage.seeds for point in stage.points]
+    return {trial_key(task, settings): settings for settings in found}
+
+
+def kept(task: str, stage: Stage) -> list[Record]:
+    """The trials that are there; of those on test images, where no search counts, only what is still asked for."""
+    path, kind = ROOT / task / f"{stage.file}.json", TASKS[task]
+    records = Archive(path).records() if path.exists() else []
+    if stage.file == "choice":
+        return records
+    wanted = settings_of(task, stage)
+    return [record for record in records if trial_key(task, all_settings(kind, record.settings)) in wanted]
+
+
+def specification(task: str, points: Sequence[Settings]) -> Spec:
+    kind = TASKS[task]
+    varied = {name for point in points for name, value in point.items() if value != points[0][name]}
+    return describe(kind, "paper", points[0], varied | {*kind.masks, "seed"})
+
+
+def train(study: Study, home: Path, options: Options, workers: int, seconds: int) -> None:
+    """Works on a study until it is done or the time is up."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    with (
+        contextlib.suppress(TimeoutError),
+        live.Display(study, Console(stderr=True)) as display,
+        Crew(study.storage.given, study.name, home, options, count=workers, say=display.say) as crew,
+    ):
+        crew.wait()
+    signal.alarm(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=STAGES)
+    parser.add_argument("stage", help="; ".join(f"{task}: {', '.join(stages)}" for task, stages in STAGES.items()))
+    parser.add_argument("--seconds", type=int, default=0, help="stop after so many; 0 for never")
+    parser.add_argument("--workers", type=int, default=8, help="trials at the same time")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="for the study, while it runs")
+    parser.add_argument("--to", type=Path, default=ROOT, help="where TASK/FILE.json is written, with what was there")
+    parser.add_argument("--graphs", action="store_true", help="as of `backdrop run`")
+    parser.add_argument("--compile", action="store_true", help="as of `backdrop run`")
+    parser.add_argument("--dry", action="store_true", help="only tell what is missing")
+    args = parser.parse_args()
+    if args.stage not in STAGES[args.task]:
+        parser.error(f"the stages of {args.task} are {', '.join(STAGES[args.task])}, but got {args.stage!r}")
+
+    task, stage = args.task, STAGES[args.task][args.stage]()
+    before = kept(task, stage)
+    done = {trial_key(task, all_settings(TASKS[task], record.settings)) for record in before}
+    wanted = settings_of(task, stage)
+    points = [point for key, point in wanted.items() if key not in done]
+    print(f"{task} {args.stage}: {len(points)} trials are missing")
+    if args.dry or not points:
+        return
+    spec = replace(specification(task, [*wanted.values()]), threads=threads_for(args.workers))
+    name = f"{task}-{args.stage}-{trial_key(task, wanted)[:6]}"  # another stage, another study
+    with open_storage(args.folder / name, create=True) as storage:
+        study = Study.begin(storage, name, spec)
+        study.add(spec, points)
+        train(study, args.folder / name, Options(graphs=args.graphs, compile=args.compile), args.workers, args.seconds)
+        records = study.records()
+    for record in records:
+        if record.state == "failed":
+            print(f"failed: {record.settings}: {record.reason}")
+    records = [*before, *(record for record in records if record.state == "complete" and record.key not in done)]
+    if not records:
+        return
+    path = args.to / task / f"{stage.file}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{task}-{'paper' if stage.file == 'trials' else stage.file}"
+    path.write_bytes(pack(name, specification(task, [record.settings for record in records]), records))
+    print(f"{path} has {len(records)} trials now")
+
+
+if __name__ == "__main__":
+    main()
