@@ -4,6 +4,7 @@
 Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here.
 """
 
+import json
 import math
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from backdrop.experiments.report import tables, wording
 from backdrop.experiments.report.claims import CLAIMS
-from backdrop.experiments.report.statistics import CHOSEN, Results
+from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.report.write import markdown_table, write_report
 from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.plan import again
@@ -23,7 +24,11 @@ IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
 MORE = {  # metrics that the page shows besides the main one
     "gp": ["adapted_accuracy", "adapted_small", "adapted_large"],
+    "cifar10": ["accuracy", "clean", "fgsm_2", "fgsm_8", "pgd_2", "pgd_8"],
+    "latent": ["xe", "dist", "dist_minibatch", "accuracy"],
 }
+POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
+STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
 VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
 
 
@@ -93,6 +98,28 @@ def more(task):
     return "\n".join(lines)
 
 
+def policies():
+    """What Skip's policies for batch statistics make of accuracy and time, against the same masks without Skip."""
+    steps = json.loads(STEPS.read_text())["rows"]
+    lines = ["| task | batch statistics | metric | less what it is without Skip | ms of a step | times as fast |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for task, case in POLICIES.items():
+        metric, results = TASKS[task].metric, Results(TASKS[task], study(task, "policies").records())
+        like = {name: value for name, value in results.measured[0].settings.items() if name != "skip"}.items()
+        (plain,) = (c for c in Results(TASKS[task], study(task).records()).measured if like <= c.settings.items())
+        found = {"plain": plain, **{c.settings["skip"]: c for c in results.measured}}
+        (row,) = (row for row in steps if row["case"].startswith(case))
+        digits = wording.decimals([results.estimate(plain).mean])
+        for policy in ("plain", "exact", "sampled", "frozen"):
+            mean, ms = results.estimate(found[policy]), row[f"{policy}_ms"]
+            less = estimate(paired(found[policy].values(metric), plain.values(metric)).values())
+            change = f"{wording.number(less.mean, digits, signed=True)} [{wording.interval(less, digits)}]"
+            cells = [task, *(("without Skip", "") if policy == "plain" else (policy, change))]
+            cells.insert(2, wording.plus_minus(mean, digits))
+            lines.append(f"| {' | '.join(cells)} | {ms:.1f} | {row['plain_ms'] / ms:.2f} |")
+    return "\n".join(lines)
+
+
 def filled(page):
     """The page with everything between its markers made anew."""
 
@@ -104,6 +131,8 @@ def filled(page):
 
     put("claims", claims_table())
     put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
+    if STEPS.exists() and all(study(task, "policies") for task in POLICIES):
+        put("policies", policies())
     for task in TASKS:
         if study(task):
             put(task, made_by(task))

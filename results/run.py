@@ -56,30 +56,47 @@ def chosen(task: str, count: int = 1, **wanted: Any) -> list[Settings]:
 # Textures: learning rate, weight decay and length of training are searched on images of a quarter of the side, with
 # lengths to match, and the best of them on images of half the side; once with the paper's best masks, once without.
 
-MASKS = [{"p_small": 0.0, "p_large": 0.0}, {"p_small": 0.99, "p_large": 0.94}]
+WHOLE = {"p_small": 0.0, "p_large": 0.0, "crop": None}
+MASKED = {"p_small": 0.99, "p_large": 0.94, "crop": None}
+ARMS = [WHOLE, MASKED, {**WHOLE, "crop": 512}, {**WHOLE, "crop": 256}]
 
 
-def textures(size: int, before: int) -> Settings:
+def textures(size: int, arm: Settings) -> Settings:
+    """Validation images of this size, with everything else in proportion to the paper's 1024 pixels."""
     lengths = [[length * size / 1024 for length in pair] for pair in PAPER_LENGTHS]
-    return {"size": size, "small": lengths[0], "large": lengths[1], "blocks": (before, 3), "judge": "validation"}
+    blocks = ({256: 2, 512: 3}[size], 3)
+    crop = arm["crop"] and arm["crop"] * size // 1024
+    return {**arm, "size": size, "small": lengths[0], "large": lengths[1], "blocks": blocks, "crop": crop}
+
+
+def gp_best(size: int, arm: Settings, count: int = 1) -> list[Settings]:
+    at = textures(size, arm)
+    return chosen("gp", count, **{name: at[name] for name in ("size", *arm)})
 
 
 def gp_coarse() -> Stage:
-    protocols = product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[20, 40])
-    protocols += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
-    protocols += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
-    points = [{**textures(256, 2), **protocol, **masks} for protocol in protocols for masks in MASKS]
+    whole = product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[20, 40])
+    whole += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
+    whole += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
+    crops = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[1, 5, 20])  # 4 and 16 steps to a pass
+    points = [
+        {**textures(256, arm), **protocol, "judge": "validation"}
+        for arm in ARMS
+        for protocol in (crops if arm["crop"] else whole)
+    ]
     return Stage(points, range(100, 103), "choice")
 
 
 def gp_fine() -> Stage:
-    best = [(masks, protocol) for masks in MASKS for protocol in chosen("gp", 3, size=256, **masks)]
-    return Stage([{**textures(512, 3), **protocol, **masks} for masks, protocol in best], range(100, 105), "choice")
+    best = [(arm, protocol) for arm in ARMS for protocol in gp_best(256, arm, 3)]
+    points = [{**textures(512, arm), **protocol, "judge": "validation"} for arm, protocol in best]
+    return Stage(points, range(100, 105), "choice")
 
 
 def gp_protocol(point: Settings) -> Settings:
-    """Of the masks that were searched with: without any for crops, and with both where there is one."""
-    return chosen("gp", size=512, **MASKS[any(point[name] for name in TASKS["gp"].masks)])[0]
+    """What was found best, with both masks where there is one. Unsearched crops train as whole images do."""
+    arm = MASKED if point["p_small"] or point["p_large"] else {**WHOLE, "crop": point["crop"]}
+    return (gp_best(512, arm) or gp_best(512, WHOLE))[0]
 
 
 def gp_final() -> Stage:
@@ -90,17 +107,17 @@ def gp_final() -> Stage:
 def gp_variants() -> Stage:
     """Other ways to train, with what was best at this size."""
     ways = [{"norm": "group"}, {"exact": True}, {"p_warmup": 0.5}, {"lr_schedule": "cosine"}, {"flips": True}]
-    points = [{**masks, **chosen("gp", size=256, **masks)[0], **way} for masks in MASKS for way in ({}, *ways)]
-    return Stage([{**textures(256, 2), **point} for point in points], range(100, 105), "variants")
+    points = [{**textures(256, arm), **gp_best(256, arm)[0], **way} for arm in (WHOLE, MASKED) for way in ({}, *ways)]
+    return Stage([{**point, "judge": "validation"} for point in points], range(100, 105), "variants")
 
 
 def gp_flips() -> Stage:
-    return Stage([{**masks, **gp_protocol(masks), "flips": True} for masks in MASKS], range(5), "flips")
+    return Stage([{**arm, **gp_protocol(arm), "flips": True} for arm in (WHOLE, MASKED)], range(5), "flips")
 
 
 def gp_policies() -> Stage:
-    masks = {**MASKS[1], **gp_protocol(MASKS[1])}
-    return Stage([{**masks, "skip": policy} for policy in POLICIES], range(5), "policies")
+    masked = {**MASKED, **gp_protocol(MASKED)}
+    return Stage([{**masked, "skip": policy} for policy in POLICIES], range(5), "policies")
 
 
 # Photographs: every batch size and mask has its own search, first for the learning rate and then beyond the ends of
