@@ -78,6 +78,7 @@ def gp_coarse() -> Stage:
     whole = product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[20, 40])
     whole += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
     whole += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
+    whole += product(lr=[0.03], weight_decay=[0.5], epochs=[10, 20])
     crops = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[1, 5, 20])  # 4 and 16 steps to a pass
     points = [
         {**textures(256, arm), **protocol, "judge": "validation"}

@@ -70,6 +70,16 @@ def test_without_the_trials_it_takes_nothing_is_said(name, kept):
         assert (claim.here, claim.verdict) == ("\N{EN DASH}", "not measured"), claim
 
 
+def test_trainings_that_failed_are_no_evidence():
+    failed = [
+        dataclasses.replace(r, metrics=r.metrics | {"accuracy": 25.0}) if r.settings["crop"] == 256 else r
+        for r in made_up.gp()
+    ]
+    *others, crops = claims("gp", failed)
+    assert (crops.here, crops.verdict) == ("every training failed: guessing", "not measured")
+    assert all(claim.verdict == "yes" for claim in others)
+
+
 def test_claims_pair_seeds():
     """A difference between seeds that is larger than the effect does not hide it."""
     records = [

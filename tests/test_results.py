@@ -152,7 +152,6 @@ def test_the_page_quotes_the_textures(make):
     assert f"but with {mean:.1f} it stays {66.2 - mean:.0f} points below the paper's 66.2" in page
     assert results.best(results.measured) is found[0.99, 0.94, None]
     assert mean - statistics.mean(plain.values()) < 10
-    assert set(found[0.0, 0.0, 256].values("accuracy").values()) == {25.0}
     more = {
         key: results.estimate(c, "adapted_accuracy").mean - results.estimate(c).mean
         for key, c in found.items()
