@@ -655,7 +655,7 @@ def test_a_search_around_a_given_learning_rate():
 
 def test_a_search_looks_often_enough_to_prune():
     assert tune.plan_search("gp", "quick", []).base["evaluations"] == 5  # once in the preset
-    assert tune.plan_search("gp", "paper", []).base["evaluations"] == 10
+    assert tune.plan_search("cifar10", "paper", []).base["evaluations"] == 10
     assert tune.plan_search("gp", "quick", ["evaluations=2"]).base["evaluations"] == 2
 
 

@@ -12,6 +12,7 @@ from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports
 from backdrop.experiments.report.statistics import CHOSEN, Results
 from backdrop.experiments.study.archive import Archive
+from backdrop.experiments.study.worker import work
 from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -189,6 +190,7 @@ def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(run, "ROOT", tmp_path)
     assert start("choice", [0.1, 0.01]) == (["2"], [0.1, 0.01])
+    monkeypatch.setattr(run, "train", lambda study, home, options, *_: work(study, home, options))  # no more processes
     assert start("choice", [0.01, 0.1]) == (["0"], [0.1, 0.01])
     assert start("choice", [0.01, 0.001]) == (["1"], [0.1, 0.01, 0.001])  # a search keeps what it has tried
     assert len(run.chosen("gp", 5)) == 3
