@@ -49,7 +49,7 @@ def chosen(task: str, count: int = 1, **wanted: Any) -> list[Settings]:
     for _ in range(count):
         if best := results.best(tried):
             tried.remove(best)
-            found.append({name: best.settings[name] for name in CHOSEN if name in results.varied})
+            found.append({name: best.settings[name] for name in CHOSEN if name in best.settings})
     return found
 
 
@@ -142,7 +142,7 @@ class Images(NamedTuple):
     cells: list[Settings]
     tried: dict[int, tuple[Sequence[float], Settings]]
     seeds: Sequence[int]
-    more: Settings = {}  # noqa: RUF012
+    more: Settings
 
     def coarse(self) -> Stage:
         points = []
@@ -172,6 +172,7 @@ AUC = Images(
     [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["auc"].presets["paper"].grid],
     {},
     (100, 101),
+    {},
 )
 LATENT = Images(
     "latent",
@@ -185,6 +186,7 @@ LATENT = Images(
         2048: ((0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
     },
     (100, 101),
+    {},
 )
 CIFAR10 = Images(
     "cifar10",

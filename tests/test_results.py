@@ -1,6 +1,8 @@
 """What is said of the paper's claims is what the trials in `results` say."""
 
+import dataclasses
 import importlib.util
+import json
 import re
 import statistics
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports
-from backdrop.experiments.report.statistics import CHOSEN, Results
+from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.worker import work
 from backdrop.experiments.tasks import TASKS
@@ -60,8 +62,8 @@ def test_the_tables_are_in_step_with_the_trials(make, name, study, stem, judge):
 
 
 def test_the_preset_for_textures_is_what_the_search_found_best(run):
-    grid = TASKS["gp"].presets["paper"].grid
-    assert all(point.items() >= run.gp_protocol(point).items() for point in grid)
+    preset = TASKS["gp"].presets["paper"]
+    assert all({**preset.base, **point}.items() >= run.gp_protocol(point).items() for point in preset.grid)
 
 
 @pytest.mark.parametrize("name", [name for name in SEARCHED if name != "gp"])
@@ -159,6 +161,13 @@ def test_the_page_quotes_the_textures(make):
         if key[2] is None
     }
     without = more.pop((0.0, 0.0, None))
+    adapted = max(found.values(), key=lambda c: results.estimate(c, "adapted_accuracy").mean)
+    assert adapted is found[0.0, 0.75, None]
+    gain = estimate(paired(*(c.values("adapted_accuracy") for c in (adapted, found[0.0, 0.0, None]))).values())
+    mean = results.estimate(adapted, "adapted_accuracy").mean
+    assert (
+        f"The best then is (0, 0.75) with {mean:.1f}, {gain.mean:.1f} more ({gain.low:.1f} to {gain.high:.1f})" in page
+    )
     quoted = f"better by {without:.0f} points without masks and by {min(more.values()):.0f} to {max(more.values()):.0f}"
     assert quoted in page
 
@@ -202,11 +211,60 @@ def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
 def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
     found = {0.0: {0.001: 0.7, 0.003: 0.8}, 0.5: {0.001: 0.7, 0.003: 0.6}, 0.9: {0.0003: 0.5, 0.001: 0.7, 0.003: 0.6}}
     records = [
-        Record(f"{p} {lr}", "complete", {"batch_size": 32, "p": p, "lr": lr, "seed": 100}, metrics={"auc": value})
+        Record(
+            f"{p} {lr}",
+            "complete",
+            {"batch_size": 32, "p": p, "lr": lr, "epochs": 3, "seed": 100},
+            metrics={"auc": value},
+        )
         for p, values in found.items()
         for lr, value in values.items()
     ]
     monkeypatch.setattr(run, "Archive", lambda path: SimpleNamespace(records=lambda: records))
-    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,))
+    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,), {})
     assert [(point["p"], point["lr"]) for point in search.edge().points] == [(0.0, 0.01), (0.5, 0.0003)]
     assert [point["lr"] for point in search.final().points] == [0.003, 0.001, 0.001]
+    assert all(point["epochs"] == 3 for point in (*search.edge().points, *search.final().points))  # not the preset's
+
+
+def test_the_table_of_policies(make, tmp_path, monkeypatch):
+    kept = make.study
+    masks = {"gp": {"p_small": 0.99, "p_large": 0.94}, "auc": {"batch_size": 2048, "p": 0.97}}
+    change = {"exact": 0.0, "sampled": 0.02, "frozen": -0.01}
+
+    def study(task, name="trials"):
+        if name != "policies":
+            return kept(task, name)
+        found = [r for r in kept(task).records() if masks[task].items() <= r.settings.items()]
+        records = [
+            dataclasses.replace(
+                r,
+                settings={**r.settings, "skip": policy},
+                metrics={metric: value * (1 + by) for metric, value in r.metrics.items()},
+            )
+            for r in found
+            for policy, by in change.items()
+        ]
+        return SimpleNamespace(records=lambda: records)
+
+    steps = [
+        {"case": f"{case} and so on", "plain_ms": 20.0, "exact_ms": 16.0, "sampled_ms": 10.0, "frozen_ms": 8.0}
+        for case in make.POLICIES.values()
+    ]
+    (tmp_path / "steps.json").write_text(json.dumps({"rows": steps}))
+    monkeypatch.setattr(make, "study", study)
+    monkeypatch.setattr(make, "STEPS", tmp_path / "steps.json")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in make.policies().splitlines()[2:]]
+    assert [row[:2] for row in rows] == [
+        [task, name] for task in masks for name in ("without Skip", "exact", "sampled", "frozen")
+    ]
+    results = Results(TASKS["gp"], kept("gp").records())
+    (plain,) = (c for c in results.measured if masks["gp"].items() <= c.settings.items())
+    mean = results.estimate(plain).mean
+    assert [row[2].split()[0] for row in rows[:4]] == [f"{mean * (1 + by):.1f}" for by in (0.0, *change.values())]
+    assert [row[3].split()[0] for row in rows[1:4]] == [
+        "0.0",
+        f"+{0.02 * mean:.1f}",
+        f"\N{MINUS SIGN}{0.01 * mean:.1f}",
+    ]
+    assert [row[4:] for row in rows[:4]] == [["20.0", "1.00"], ["16.0", "1.25"], ["10.0", "2.00"], ["8.0", "2.50"]]
