@@ -22,10 +22,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
-MORE = {  # metrics that the page shows besides the main one
-    "gp": ["adapted_accuracy", "adapted_small", "adapted_large"],
-    "cifar10": ["accuracy", "clean", "fgsm_2", "fgsm_8", "pgd_2", "pgd_8"],
-    "latent": ["xe", "dist", "dist_minibatch", "accuracy"],
+MORE = {  # metrics that the page shows besides the main one, and with how many decimals
+    "gp": {"adapted_accuracy": 1, "adapted_small": 1, "adapted_large": 1},
+    "cifar10": {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
+    "latent": {"xe": 3, "dist": 2, "dist_minibatch": 2, "accuracy": 1},
 }
 POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
 STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
@@ -91,9 +91,30 @@ def more(task):
     lines.append("|" + "---:|" * (len(results.axes) + len(MORE[task])))
     for each in results.measured:
         cells = [wording.value(each.settings[name]) for name in results.axes]
-        for metric in MORE[task]:
-            digits = wording.decimals(results.estimate(c, metric).mean for c in results.measured)
+        for metric, digits in MORE[task].items():
             cells.append(wording.plus_minus(results.estimate(each, metric), digits))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def training(results, masked):
+    """Whether masks have the settings that were chosen without them."""
+    ours, its = masked.settings, results.control(masked).settings
+    return "the same" if all(ours[name] == its[name] for name in CHOSEN if name in ours) else "another"
+
+
+def attacks():
+    """What masks change in accuracy under attack, paired by seed."""
+    results = Results(TASKS["cifar10"], study("cifar10").records())
+    metrics = ["clean", "fgsm_2", "pgd_2", "fgsm_8"]
+    names = [*map(wording.setting_name, results.axes), "training"]
+    lines = [f"| {' | '.join([*names, *map(wording.metric_name, metrics)])} |"]
+    lines.append("|" + "---:|" * (len(names) + len(metrics)))
+    for each in filter(results.is_masked, results.measured):
+        cells = [*(wording.value(each.settings[name]) for name in results.axes), training(results, each)]
+        for metric in metrics:
+            change = results.difference(each, metric)
+            cells.append(f"{wording.number(change.mean, 1, signed=True)} [{wording.interval(change, 1)}]")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -133,6 +154,8 @@ def filled(page):
     put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
     if STEPS.exists() and all(study(task, "policies") for task in POLICIES):
         put("policies", policies())
+    if study("cifar10"):
+        put("cifar10 attacks", attacks())
     for task in TASKS:
         if study(task):
             put(task, made_by(task))
@@ -150,7 +173,7 @@ def main():
             command = again(found.name, found.spec, records)
             for kind in ("md", "csv"):
                 write_report(task, found.name, records, folder / f"report.{kind}", format=kind, command=command)
-            for kind in ("metric", "accuracy"):  # of one mask, of two
+            for kind in ("metric", "accuracy", "loss-ratio"):
                 for picture in folder.glob(f"report-{kind}*.png"):
                     shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))
         if found := study(name, "choice"):

@@ -135,35 +135,51 @@ class Images(NamedTuple):
         cells: batch sizes and masks.
         tried: by batch size, the learning rates to begin with, and what says how long to train.
         seeds: of the search.
-        more: settings of the trials on test images.
+        like: the masks to search with, in place of all that are not 0; none where each has its own search.
+        judge: settings of the search alone.
     """
 
     task: str
     cells: list[Settings]
     tried: dict[int, tuple[Sequence[float], Settings]]
     seeds: Sequence[int]
-    more: Settings
+    like: Settings = {}  # noqa: RUF012
+    judge: Settings = {"judge": "validation"}  # noqa: RUF012
+
+    def arm(self, cell: Settings) -> Settings:
+        """What is searched in place of a cell."""
+        return {**cell, **{name: p for name, p in self.like.items() if cell[name]}}
+
+    def arms(self) -> list[Settings]:
+        arms = [self.arm(cell) for cell in self.cells]
+        return [arm for place, arm in enumerate(arms) if arm not in arms[:place]]
 
     def coarse(self) -> Stage:
         points = []
-        for cell in self.cells:
+        for cell in self.arms():
             rates, length = self.tried[cell["batch_size"]]
-            points += [{**cell, **length, "lr": rate, "judge": "validation"} for rate in rates]
+            points += [{**cell, **length, "lr": rate, **self.judge} for rate in rates]
         return Stage(points, self.seeds, "choice")
 
     def edge(self) -> Stage:
         points = []
-        for cell in self.cells:
+        for cell in self.arms():
             (best,) = chosen(self.task, **cell)
             rates = sorted(found["lr"] for found in chosen(self.task, 100, **cell))
             place = RATES.index(best["lr"])
             beyond = [place - 1] * (best["lr"] == rates[0]) + [place + 1] * (best["lr"] == rates[-1])
             near = [RATES[i] for i in beyond if 0 <= i < len(RATES)]
-            points += [{**cell, **best, "lr": rate, "judge": "validation"} for rate in near]
+            points += [{**cell, **best, "lr": rate, **self.judge} for rate in near]
         return Stage(points, self.seeds, "choice")
 
+    def refine(self) -> Stage:
+        """Twice and half the epochs at the best rate, and what lies beyond the ends."""
+        best = [{**cell, **chosen(self.task, **cell)[0], **self.judge} for cell in self.arms()]
+        points = [{**point, "epochs": int(point["epochs"] * factor)} for factor in (2, 0.5) for point in best]
+        return Stage([*points, *self.edge().points], self.seeds, "choice")
+
     def final(self) -> Stage:
-        points = [{**cell, **chosen(self.task, **cell)[0], **self.more} for cell in self.cells]
+        points = [{**cell, **chosen(self.task, **self.arm(cell))[0]} for cell in self.cells]
         return Stage(points, range(5), "trials")
 
 
@@ -172,7 +188,6 @@ AUC = Images(
     [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["auc"].presets["paper"].grid],
     {},
     (100, 101),
-    {},
 )
 LATENT = Images(
     "latent",
@@ -186,18 +201,18 @@ LATENT = Images(
         2048: ((0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
     },
     (100, 101),
-    {},
+    {"p_x": 0.94, "p_d": 0.97},
 )
 CIFAR10 = Images(
     "cifar10",
-    product(batch_size=[16, 128, 2048], p=[0.0, 0.5, 0.75, 0.9]),
+    [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["cifar10"].presets["paper"].grid],
     {
         16: ((0.0001, 0.0003, 0.001), {"epochs": 10}),
         128: ((0.0003, 0.001, 0.003), {"epochs": 20}),
         2048: ((0.001, 0.003, 0.01), {"epochs": 30}),
     },
     (100,),
-    {"attacked": 2000},
+    judge={"judge": "validation", "attacked": 0},
 )
 
 
@@ -218,7 +233,7 @@ STAGES = {
     },
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
     "latent": {"coarse": LATENT.coarse, "edge": LATENT.edge, "final": LATENT.final},
-    "cifar10": {"coarse": CIFAR10.coarse, "edge": CIFAR10.edge, "final": CIFAR10.final},
+    "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
 }
 
 

@@ -80,6 +80,23 @@ def test_trainings_that_failed_are_no_evidence():
     assert all(claim.verdict == "yes" for claim in others)
 
 
+@pytest.mark.parametrize(
+    ("fall", "more", "verdicts"), [(0.1, -2.0, ("partly", "no")), (0.4, 0.0, ("yes", "not clear"))]
+)
+def test_less_than_the_paper_found_is_partly_so(fall, more, verdicts):
+    records = [
+        made_up.record(
+            {"batch_size": size, "p": p, "seed": seed},
+            {"loss": 0.5 * (1 - p * fall) + 0.01 * (-1) ** seed, "accuracy": 85 + p * (more + 0.1 * (-1) ** seed)},
+            metric="loss",
+        )
+        for size in (16, 2048)
+        for p in (0.0, 1.0)
+        for seed in range(6)
+    ]
+    assert tuple(claim.verdict for claim in claims("cifar10", records)[:2]) == verdicts
+
+
 def test_claims_pair_seeds():
     """A difference between seeds that is larger than the effect does not hide it."""
     records = [

@@ -381,6 +381,16 @@ def test_compiled_networks_train_like_others(tmp_path):
     assert counters["stats"]["unique_graphs"] > before
 
 
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_what_is_compiled_serves_every_p(tmp_path):
+    options = Options(threads=1, compile=True)
+    gp(tmp_path / "one", options=options, p_small=0.5, p_large=0.5, epochs=1)
+    before = counters["stats"]["unique_graphs"]
+    gp(tmp_path / "other", options=options, p_small=0.9, p_large=0.75, epochs=1)
+    gp(tmp_path / "rising", options=options, p_small=0.9, p_large=0.75, epochs=2, p_warmup=1.0)
+    assert counters["stats"]["unique_graphs"] == before > 0
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
 def test_a_recorded_trial_goes_on(tmp_path, recordings, first, then):

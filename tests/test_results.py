@@ -184,6 +184,40 @@ def test_the_page_compares_textures_at_the_same_settings(make, run):
     assert "28 combinations" in page
 
 
+def test_the_page_quotes_the_losses_of_cifar10(make):
+    page = " ".join(make.PAGE.read_text().split())
+    search = Results(TASKS["cifar10"], make.study("cifar10", "choice").records())
+
+    def loss(batch_size, epochs, lr, p):
+        wanted = {"batch_size": batch_size, "epochs": epochs, "lr": lr, "p": p}.items()
+        (found,) = (c for c in search.measured if wanted <= c.settings.items())
+        return search.estimate(found).mean
+
+    cells = ((16, 10, 0.0003), (128, 20, 0.003), (2048, 30, 0.003))
+    both = [(loss(*cell, 0.9), loss(*cell, 0.0)) for cell in cells]
+    assert f"{both[0][0]:.3f} instead of {both[0][1]:.3f} at 16 (10 epochs, learning rate 0.0003)" in page
+    assert f"{both[1][0]:.3f} instead of {both[1][1]:.3f} at 128 (20, 0.003)" in page
+    assert f"{both[2][0]:.3f} instead of {both[2][1]:.3f} at 2048 (30, 0.003)" in page
+    assert "which is {:.0f}%, {:.0f}% and {:.0f}% less".format(*(100 * (1 - low / high) for low, high in both)) in page
+    assert f"after 5 epochs, batches of 16 have a loss of {loss(16, 5, 0.0003, 0.0):.3f}" in page
+
+    results = Results(TASKS["cifar10"], make.study("cifar10").records())
+    found = {(c.settings["batch_size"], c.settings["p"]): c for c in results.measured}
+    assert all(results.gain(found[16, p]).beyond() is False for p in (0.5, 0.75, 0.9))
+    fall = 1 - results.estimate(found[2048, 0.9]).mean / results.estimate(found[2048, 0.0]).mean
+    less = -results.difference(found[2048, 0.9], "accuracy").mean
+    assert f"At 2048 p = 0.9 lowers the loss by {100 * fall:.0f}%, and accuracy by {less:.1f} points" in page
+    unlucky = (loss(128, 10, 0.003, 0.9), results.estimate(found[128, 0.9]).mean)
+    assert "gave {:.3f} on the validation images and {:.3f} on the test images".format(*unlucky) in page
+
+    same = [c for c in found.values() if c.settings["p"] and make.training(results, c) == "the same"]
+    changed = [results.difference(c, "pgd_2").mean for c in same]
+    assert f"changes by \u2212{-min(changed):.1f} to +{max(changed):.1f} points" in page
+    lost = -results.difference(found[16, 0.9], "pgd_2").mean
+    assert f"at 16 with p = 0.9, which trained for twice as long and lost {lost:.1f} points" in page
+    assert max(value for c in found.values() for value in c.values("pgd_8").values()) == 0.05
+
+
 def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
     tiny = {"size": 32, "blocks": (1, 1), "channels": 8, "passes": 1, "test_per_class": 1, "precision": "32-true"}
 
@@ -221,7 +255,7 @@ def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
         for lr, value in values.items()
     ]
     monkeypatch.setattr(run, "Archive", lambda path: SimpleNamespace(records=lambda: records))
-    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,), {})
+    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,))
     assert [(point["p"], point["lr"]) for point in search.edge().points] == [(0.0, 0.01), (0.5, 0.0003)]
     assert [point["lr"] for point in search.final().points] == [0.003, 0.001, 0.001]
     assert all(point["epochs"] == 3 for point in (*search.edge().points, *search.final().points))  # not the preset's

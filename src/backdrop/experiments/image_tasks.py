@@ -123,7 +123,17 @@ class CIFAR10(Images):
             seeds=5,
         ),
         "paper": Preset(
-            {"epochs": 100}, product(batch_size=[16, 64, 256, 1024, 2048], p=[0.0, 0.25, 0.5, 0.75, 0.9]), seeds=5
+            {"attacked": 2000},
+            [
+                {"batch_size": batch_size, "p": p, "epochs": epochs, "lr": lr}
+                for batch_size, chosen in (  # chosen on validation images for every p (results/cifar10)
+                    (16, {0.0: (5, 0.0003), 0.5: (5, 0.0003), 0.75: (5, 0.0003), 0.9: (10, 0.0003)}),
+                    (128, {0.0: (10, 0.001), 0.5: (10, 0.001), 0.75: (10, 0.003), 0.9: (10, 0.003)}),
+                    (2048, {0.0: (15, 0.01), 0.5: (15, 0.01), 0.75: (15, 0.01), 0.9: (15, 0.003)}),
+                )
+                for p, (epochs, lr) in chosen.items()
+            ],
+            seeds=5,
         ),
     }
 

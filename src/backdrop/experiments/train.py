@@ -189,6 +189,9 @@ class _Training:
         model = model.to(memory_format=self.format)  # type: ignore[call-overload]
         skips = any(isinstance(m, Skip) for m in model.modules())
         if options.compile and not skips:
+            for layer in layers:
+                if layer.p:  # as a tensor, so that what is compiled serves, and is found in the cache for, every p
+                    layer.p = torch.tensor(layer.p, device=fabric.device)
             model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
         graphs = options.graphs and not skips and self._can_record()
         optimizer = make_optimizer(model, s, fabric.device, recorded=graphs)
