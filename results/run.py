@@ -192,13 +192,14 @@ AUC = Images(
 LATENT = Images(
     "latent",
     [
+        *product(batch_size=[32, 128, 512], p_x=[0.0], p_d=[0.0]),
         *product(batch_size=[2048], p_x=[0.0, 0.94, 0.97], p_d=[0.0, 0.94, 0.97]),
-        *({"batch_size": size, "p_x": x, "p_d": d} for size in (32, 256) for x, d in ((0.0, 0.0), (0.94, 0.97))),
     ],
     {
-        32: ((0.0001, 0.0003, 0.001), {"epochs": 10, "passes": 4}),
-        256: ((0.0003, 0.001, 0.003), {"epochs": 10, "passes": 12}),
-        2048: ((0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
+        32: ((0.0001, 0.0003, 0.001, 0.003), {"epochs": 10, "passes": 4}),
+        128: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 8}),
+        512: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 16}),
+        2048: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
     },
     (100, 101),
     {"p_x": 0.94, "p_d": 0.97},
@@ -232,7 +233,7 @@ STAGES = {
         "policies": gp_policies,
     },
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
-    "latent": {"coarse": LATENT.coarse, "edge": LATENT.edge, "final": LATENT.final},
+    "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final},
     "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
 }
 
