@@ -154,6 +154,11 @@ class Images(NamedTuple):
         arms = [self.arm(cell) for cell in self.cells]
         return [arm for place, arm in enumerate(arms) if arm not in arms[:place]]
 
+    def best(self, arm: Settings) -> Settings:
+        if found := chosen(self.task, **arm):
+            return found[0]
+        raise SystemExit(f"{self.task}: there is no search for {arm} yet; run the stage coarse to its end first")
+
     def coarse(self) -> Stage:
         points = []
         for cell in self.arms():
@@ -164,7 +169,7 @@ class Images(NamedTuple):
     def edge(self) -> Stage:
         points = []
         for cell in self.arms():
-            (best,) = chosen(self.task, **cell)
+            best = self.best(cell)
             rates = sorted(found["lr"] for found in chosen(self.task, 100, **cell))
             place = RATES.index(best["lr"])
             beyond = [place - 1] * (best["lr"] == rates[0]) + [place + 1] * (best["lr"] == rates[-1])
@@ -174,12 +179,12 @@ class Images(NamedTuple):
 
     def refine(self) -> Stage:
         """Twice and half the epochs at the best rate, and what lies beyond the ends."""
-        best = [{**cell, **chosen(self.task, **cell)[0], **self.judge} for cell in self.arms()]
-        points = [{**point, "epochs": int(point["epochs"] * factor)} for factor in (2, 0.5) for point in best]
+        best = [{**cell, **self.best(cell), **self.judge} for cell in self.arms()]
+        points = [{**point, "epochs": max(1, int(point["epochs"] * factor))} for factor in (2, 0.5) for point in best]
         return Stage([*points, *self.edge().points], self.seeds, "choice")
 
     def final(self) -> Stage:
-        points = [{**cell, **chosen(self.task, **self.arm(cell))[0]} for cell in self.cells]
+        points = [{**cell, **self.best(self.arm(cell))} for cell in self.cells]
         return Stage(points, range(5), "trials")
 
 

@@ -259,6 +259,14 @@ def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
     assert [(point["p"], point["lr"]) for point in search.edge().points] == [(0.0, 0.01), (0.5, 0.0003)]
     assert [point["lr"] for point in search.final().points] == [0.003, 0.001, 0.001]
     assert all(point["epochs"] == 3 for point in (*search.edge().points, *search.final().points))  # not the preset's
+    refined = [(point["p"], point["lr"], point["epochs"]) for point in search.refine().points]
+    lengths = [(p, lr, epochs) for epochs in (6, 1) for p, lr in ((0.0, 0.003), (0.5, 0.001), (0.9, 0.001))]
+    assert refined == [*lengths, (0.0, 0.01, 3), (0.5, 0.0003, 3)]
+    with pytest.raises(SystemExit, match=r"no search for .* 0\.7"):
+        search._replace(cells=[{"batch_size": 32, "p": 0.7}]).final()
+    alike = search._replace(like={"p": 0.5})
+    assert alike.arms() == [{"batch_size": 32, "p": 0.0}, {"batch_size": 32, "p": 0.5}]
+    assert [(point["p"], point["lr"]) for point in alike.final().points] == [(0.0, 0.003), (0.5, 0.001), (0.9, 0.001)]
 
 
 def test_the_table_of_policies(make, tmp_path, monkeypatch):
