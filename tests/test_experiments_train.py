@@ -19,6 +19,8 @@ from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
 TINY_GP = {
     "size": 32,
     "blocks": (1, 1),
@@ -365,7 +367,7 @@ def recordings(monkeypatch):
     return sizes
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_recorded_steps_train_like_others(tmp_path, recordings):
     # Batches of 3 and 2 images: a graph for each.
     options = [Options(accelerator="cuda", keep_weights=True, graphs=graphs) for graphs in (False, True)]
@@ -391,7 +393,49 @@ def test_what_is_compiled_serves_every_p(tmp_path):
     assert counters["stats"]["unique_graphs"] == before > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_replay_of_a_recorded_step_has_masks_of_its_own(tmp_path, monkeypatch, recordings, compiled, p):
+    # The weights stay where they are, so without masks all steps have the same gradients.
+    found, step = [], train._Training._step
+
+    def record(self, rows):
+        loss = step(self, rows)
+        found.append(torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()]).double())
+        return loss
+
+    monkeypatch.setattr(train._Training, "_step", record)
+    still = {"lr": 1e-30, "weight_decay": 0.0, "precision": "64-true"}
+    gp(
+        tmp_path,
+        options=Options(accelerator="cuda", graphs=True, compile=compiled),
+        p_small=0.0,
+        p_large=p,
+        epochs=1,
+        passes=12,
+        **still,
+    )
+    assert len(found) == 12
+    assert recordings == [4]
+    gradients = torch.stack(found)[4:]  # those of replays
+    close = torch.cdist(gradients, gradients) / gradients.norm(dim=1).max() < 1e-6
+    assert close.sum() == (len(close) if p else close.numel())
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=needs_cuda)])
+def test_where_gradients_are_skipped_nothing_is_compiled_or_recorded(tmp_path, monkeypatch, recordings, graphs):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(how) or model)
+    options = Options(accelerator="cuda" if graphs else "cpu", threads=1, graphs=graphs, compile=not graphs)
+    gp(tmp_path / "skipped", options=options, skip="sampled", passes=4)
+    assert not compiled
+    assert not recordings
+    gp(tmp_path / "plain", options=options, passes=4)
+    assert compiled if not graphs else recordings
+
+
+@needs_cuda
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
 def test_a_recorded_trial_goes_on(tmp_path, recordings, first, then):
     settings = {"per_class": 4, "batch_size": 4, "passes": 4, "epochs": 4, "precision": "64-true"}
@@ -405,7 +449,7 @@ def test_a_recorded_trial_goes_on(tmp_path, recordings, first, then):
         assert {**row, "seconds": 0} == pytest.approx({**other, "seconds": 0}, rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("task", [AUC, Latent])
 def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch, recordings, task):
     classes = 2 if task is AUC else 10

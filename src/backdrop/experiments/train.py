@@ -187,7 +187,7 @@ class _Training:
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         self.format = formats.get(self.train.inputs.ndim, torch.contiguous_format)
         model = model.to(memory_format=self.format)  # type: ignore[call-overload]
-        skips = any(isinstance(m, Skip) for m in model.modules())
+        skips = any(isinstance(m, Skip) or hasattr(m, "skip_report") for m in model.modules())
         if options.compile and not skips:
             for layer in layers:
                 if layer.p:  # as a tensor, so that what is compiled serves, and is found in the cache for, every p
