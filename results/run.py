@@ -133,7 +133,7 @@ class Images(NamedTuple):
     Args:
         task: its name.
         cells: batch sizes and masks.
-        tried: by batch size, the learning rates to begin with, and what says how long to train.
+        tried: by batch size, the learning rates and lengths of training to begin with.
         seeds: of the search.
         like: the masks to search with, in place of all that are not 0; none where each has its own search.
         judge: settings of the search alone.
@@ -141,7 +141,7 @@ class Images(NamedTuple):
 
     task: str
     cells: list[Settings]
-    tried: dict[int, tuple[Sequence[float], Settings]]
+    tried: dict[int, list[Settings]]
     seeds: Sequence[int]
     like: Settings = {}  # noqa: RUF012
     judge: Settings = {"judge": "validation"}  # noqa: RUF012
@@ -160,10 +160,8 @@ class Images(NamedTuple):
         raise SystemExit(f"{self.task}: there is no search for {arm} yet; run the stage coarse to its end first")
 
     def coarse(self) -> Stage:
-        points = []
-        for cell in self.arms():
-            rates, length = self.tried[cell["batch_size"]]
-            points += [{**cell, **length, "lr": rate, **self.judge} for rate in rates]
+        arms = self.arms()
+        points = [{**cell, **way, **self.judge} for cell in arms for way in self.tried[cell["batch_size"]]]
         return Stage(points, self.seeds, "choice")
 
     def edge(self) -> Stage:
@@ -201,10 +199,11 @@ LATENT = Images(
         *product(batch_size=[2048], p_x=[0.0, 0.94, 0.97], p_d=[0.0, 0.94, 0.97]),
     ],
     {
-        32: ((0.0001, 0.0003, 0.001, 0.003), {"epochs": 10, "passes": 4}),
-        128: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 8}),
-        512: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 16}),
-        2048: ((0.0003, 0.001, 0.003, 0.01), {"epochs": 10, "passes": 30}),
+        32: product(lr=[0.0001, 0.0003, 0.001, 0.003], epochs=[10], passes=[4]),
+        128: product(lr=[0.0003, 0.001, 0.003, 0.01], epochs=[10], passes=[8]),
+        512: product(lr=[0.0003, 0.001, 0.003, 0.01], epochs=[10], passes=[16]),
+        2048: product(lr=[0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01], epochs=[10], passes=[30])
+        + product(lr=[0.00003, 0.0001, 0.0003, 0.001], epochs=[10], passes=[10]),
     },
     (100, 101),
     {"p_x": 0.94, "p_d": 0.97},
@@ -213,9 +212,9 @@ CIFAR10 = Images(
     "cifar10",
     [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["cifar10"].presets["paper"].grid],
     {
-        16: ((0.0001, 0.0003, 0.001), {"epochs": 10}),
-        128: ((0.0003, 0.001, 0.003), {"epochs": 20}),
-        2048: ((0.001, 0.003, 0.01), {"epochs": 30}),
+        16: product(lr=[0.0001, 0.0003, 0.001], epochs=[10]),
+        128: product(lr=[0.0003, 0.001, 0.003], epochs=[20]),
+        2048: product(lr=[0.001, 0.003, 0.01], epochs=[30]),
     },
     (100,),
     judge={"judge": "validation", "attacked": 0},

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from backdrop.experiments.records import Record
-from backdrop.experiments.report import exports
+from backdrop.experiments.report import exports, wording
 from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.study.archive import Archive
 from backdrop.experiments.study.worker import work
@@ -170,6 +170,40 @@ def test_the_page_quotes_the_textures(make):
     )
     quoted = f"better by {without:.0f} points without masks and by {min(more.values()):.0f} to {max(more.values()):.0f}"
     assert quoted in page
+
+
+def test_the_page_quotes_the_policies(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["gp"], make.study("gp").records())
+    masked = [c for c in results.measured if results.is_masked(c)]
+    assert len(masked) == 8
+    mean = statistics.mean(results.estimate(c).mean for c in masked)
+    again = Results(TASKS["gp"], make.study("gp", "policies").records())
+    found = {c.settings["skip"]: c.values("accuracy") for c in again.measured}
+    exact = statistics.mean(found["exact"].values())
+    assert f"the eight with masks have {mean:.1f} on average" in page
+    assert f"with the policy *exact* [below](#skip-and-batch-statistics), has {exact:.1f}" in page
+    gains = [estimate(paired(found[policy], found["exact"]).values()) for policy in ("sampled", "frozen")]
+    sampled, frozen = (
+        f"{g.mean:.1f}{points} ({wording.interval(g, 1)})" for g, points in zip(gains, (" points", ""), strict=True)
+    )
+    assert f'against "exact", "sampled" gains {sampled} and "frozen" {frozen}' in page
+    (row,) = (r for r in json.loads(make.STEPS.read_text())["rows"] if r["case"].startswith(make.POLICIES["gp"]))
+    faster = {way: f"{row['plain_ms'] / row[f'{way}_ms']:.2f}" for way in ("sampled", "frozen", "both")}
+    assert f'"sampled" and "frozen" are {faster["sampled"]} and {faster["frozen"]} times as fast' in page
+    assert f"is {faster['both']} times as fast ({row['both_ms']:.1f} ms)" in page
+
+
+def test_the_page_says_how_long_training_overfits(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["latent"], make.study("latent", "choice").records())
+    wanted = {"batch_size": 2048, "p_x": 0.0, "p_d": 0.0, "lr": 0.0003}
+    found = {c.settings["passes"]: c for c in results.measured if wanted.items() <= c.settings.items()}
+    short, long = (results.estimate(found[passes]).mean for passes in (10, 30))
+    steps = [found[passes].records[0].curve[-1]["step"] for passes in (10, 30)]
+    fitted = statistics.mean(r.curve[-1]["loss"] for r in found[30].records)
+    assert f"validation loss is {short:.1f} after {steps[0]} steps and {long:.1f} after {steps[1]}" in page
+    assert f"while the training loss falls to {fitted:.1f}" in page
 
 
 def test_the_page_compares_textures_at_the_same_settings(make, run):
