@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, Skip, functional, skip_blocked
-from foreign import import_or_skip
 from skipping import always_skip, assert_close, assert_same_gradients, check, step
 
 
@@ -148,7 +147,7 @@ def test_nested_outputs_without_skipping_share_one_mask(monkeypatch):
 
 
 def test_a_transformers_encoder():
-    transformers = import_or_skip("transformers")
+    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
     )
