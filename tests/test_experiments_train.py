@@ -20,6 +20,9 @@ from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler"
+)
 
 TINY_GP = {
     "size": 32,
@@ -375,7 +378,7 @@ def test_recorded_steps_train_like_others(tmp_path, recordings):
     assert sorted(recordings) == [2, 3]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@needs_compiler
 def test_compiled_networks_train_like_others(tmp_path):
     options = [Options(threads=1, keep_weights=True, compile=compiled) for compiled in (False, True)]
     before = counters["stats"]["unique_graphs"]
@@ -383,7 +386,7 @@ def test_compiled_networks_train_like_others(tmp_path):
     assert counters["stats"]["unique_graphs"] > before
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@needs_compiler
 def test_what_is_compiled_serves_every_p(tmp_path):
     options = Options(threads=1, compile=True)
     gp(tmp_path / "one", options=options, p_small=0.5, p_large=0.5, epochs=1)
@@ -391,6 +394,20 @@ def test_what_is_compiled_serves_every_p(tmp_path):
     gp(tmp_path / "other", options=options, p_small=0.9, p_large=0.75, epochs=1)
     gp(tmp_path / "rising", options=options, p_small=0.9, p_large=0.75, epochs=2, p_warmup=1.0)
     assert counters["stats"]["unique_graphs"] == before > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])
+def test_networks_with_masks_over_all_processes_are_compiled_in_one_piece(tmp_path, first, then):
+    # And a trial that was stopped goes on without being compiled, or the other way.
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    task = FakeAUC.with_preset("quick", {**SHARED, "precision": "32-true"}, seed=1)
+    with pytest.raises(Killed):
+        fit(task, tmp_path, Options(accelerator="cpu", threads=1, compile=first), stop_after(1))
+    outcome = fit(task, tmp_path, Options(accelerator="cpu", threads=1, compile=then))
+    assert counters["stats"]["unique_graphs"] == before + 1
+    assert [row["epoch"] for row in outcome.curve] == [1, 2]
 
 
 @needs_cuda

@@ -355,9 +355,9 @@ def fresh_compiler():
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("patch", [1, 2])
-def test_compiled_layers_draw_fresh_masks_and_never_recompile(backend, exact, patch):
-    layer = Backdrop2d(0.6, patch=patch, exact=exact)
+@pytest.mark.parametrize(("patch", "group"), [(1, None), (2, None), (1, "world")])  # of one process
+def test_compiled_layers_draw_fresh_masks_and_never_recompile(backend, exact, patch, group):
+    layer = Backdrop2d(0.6, patch=patch, exact=exact, group=group)
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     seen = []
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -34,7 +34,7 @@ from backdrop._checks import (
     check_scale,
 )
 from backdrop._draw import is_zero
-from backdrop.distributed import Group, SharedDraw, check_group
+from backdrop.distributed import Group, SharedDraw, check_group, resolve
 
 __all__ = ["Backdrop", "Backdrop1d", "Backdrop2d", "Backdrop3d"]
 
@@ -124,7 +124,7 @@ class Backdrop(nn.Module):
             self._p = value
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._across is not None:
+        if self._across is not None and resolve(self._across.group) is not None:
             check_differentiable(x)
             wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)
             return functional.mask_gradient(x, self.draw_weight(x)) if wanted else x

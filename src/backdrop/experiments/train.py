@@ -179,16 +179,18 @@ class _Training:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         layers = [m for m in model.modules() if isinstance(m, Backdrop)]
         self.generators: list[torch.Generator] = []
+        skips = any(isinstance(m, Skip) or hasattr(m, "skip_report") for m in model.modules())
+        compiled = options.compile and not skips
+        alone = compiled and fabric.world_size == 1  # with generators, a network would be compiled in pieces
         for i, layer in enumerate(layers):
-            if layer.group is not None:  # one mask over all processes: a generator that all of them have
+            if layer.group is not None and not alone:  # one mask over all processes: a generator that all of them have
                 layer.generator = torch.Generator(fabric.device).manual_seed(_seed(s.seed, "masks", i))
                 self.generators.append(layer.generator)
         # Channels last is up to twice as fast for convolutions, on a CPU and on a GPU.
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         self.format = formats.get(self.train.inputs.ndim, torch.contiguous_format)
         model = model.to(memory_format=self.format)  # type: ignore[call-overload]
-        skips = any(isinstance(m, Skip) or hasattr(m, "skip_report") for m in model.modules())
-        if options.compile and not skips:
+        if compiled:
             for layer in layers:
                 if layer.p:  # as a tensor, so that what is compiled serves, and is found in the cache for, every p
                     layer.p = torch.tensor(layer.p, device=fabric.device)
@@ -368,7 +370,7 @@ class _Training:
         self.schedule.load_state_dict(state["schedule"])
         if self.p_schedule:
             self.p_schedule.load_state_dict(state["p_schedule"])
-        for generator, value in zip(self.generators, state["generators"], strict=True):
+        for generator, value in zip(self.generators, state["generators"], strict=False):  # none if it was compiled
             generator.set_state(value)
         cpu, *cuda = state["rng"][self.fabric.global_rank]
         torch.set_rng_state(cpu)
