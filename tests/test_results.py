@@ -194,6 +194,22 @@ def test_the_page_quotes_the_policies(make):
     assert f"is {faster['both']} times as fast ({row['both_ms']:.1f} ms)" in page
 
 
+def test_the_page_quotes_the_policies_of_the_quick_preset(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["auc"], make.study("quick", "auc-policies").records())
+    found = {c.settings["skip"]: c for c in results.measured}
+    assert all(c.settings["p"] == 0.95 and len(c.records) == 8 for c in found.values())
+    exact = found.pop("exact")
+    gains, faster = {}, {}
+    for policy, c in found.items():
+        gain = estimate(paired(c.values("auc"), exact.values("auc")).values())
+        gains[policy] = f"{gain.mean:.3f} ({wording.interval(gain, 3)})"
+        faster[policy] = sum(r.seconds for r in exact.records) / sum(r.seconds for r in c.records)
+    assert f'against "exact", with {results.estimate(exact).mean:.3f},' in page
+    assert f'"sampled" gains {gains["sampled"]} and "frozen" {gains["frozen"]}' in page
+    assert f"is {faster['sampled']:.2f} and {faster['frozen']:.2f} times as fast" in page
+
+
 def test_the_page_says_how_long_training_overfits(make):
     page = " ".join(make.PAGE.read_text().split())
     results = Results(TASKS["latent"], make.study("latent", "choice").records())
