@@ -188,10 +188,18 @@ def test_the_page_quotes_the_policies(make):
         f"{g.mean:.1f}{points} ({wording.interval(g, 1)})" for g, points in zip(gains, (" points", ""), strict=True)
     )
     assert f'against "exact", "sampled" gains {sampled} and "frozen" {frozen}' in page
-    (row,) = (r for r in json.loads(make.STEPS.read_text())["rows"] if r["case"].startswith(make.POLICIES["gp"]))
+    row, auc = (
+        next(r for r in json.loads(make.STEPS.read_text())["rows"] if r["case"].startswith(make.POLICIES[task]))
+        for task in ("gp", "auc")
+    )
     faster = {way: f"{row['plain_ms'] / row[f'{way}_ms']:.2f}" for way in ("sampled", "frozen", "both")}
     assert f'"sampled" and "frozen" are {faster["sampled"]} and {faster["frozen"]} times as fast' in page
     assert f"is {faster['both']} times as fast ({row['both_ms']:.1f} ms)" in page
+    times = "steps of {:.1f}, {:.1f} and {:.1f} ms".format(
+        *(auc[f"{way}_ms"] for way in ("exact", "sampled", "frozen"))
+    )
+    assert times in page
+    assert f"take as long as the {auc['plain_ms']:.1f} ms without Skip" in page
 
 
 def test_the_page_quotes_the_policies_of_the_quick_preset(make):
