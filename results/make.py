@@ -75,7 +75,7 @@ def chosen(task):
     digits = wording.decimals(results.estimate(each).mean for each in results.measured)
     lines = [f"| {' | '.join(map(wording.setting_name, [*names, *options]))} | validation {metric} | seeds | tried |"]
     lines.append("|" + "---:|" * (len(names) + len(options) + 3))
-    for place, tried in sorted(found.items()):
+    for place, tried in sorted(found.items(), key=lambda item: [value or 0 for value in item[0]]):  # none is first
         best = results.best(tried)
         mean = results.estimate(best)
         cells = [*map(wording.value, place), *(wording.value(best.settings[name]) for name in options)]
@@ -130,12 +130,13 @@ def policies():
         metric, results = TASKS[task].metric, Results(TASKS[task], study(task, "policies").records())
         like = {name: value for name, value in results.measured[0].settings.items() if name != "skip"}.items()
         (plain,) = (c for c in Results(TASKS[task], study(task).records()).measured if like <= c.settings.items())
-        found = {"plain": plain, **{c.settings["skip"]: c for c in results.measured}}
+        found = {c.settings["skip"]: c.values(metric) for c in results.measured}
+        found["plain"] = {seed: value for seed, value in plain.values(metric).items() if seed in found["exact"]}
         (row,) = (row for row in steps if row["case"].startswith(case))
         digits = wording.decimals([results.estimate(plain).mean])
         for policy in ("plain", "exact", "sampled", "frozen"):
-            mean, ms = results.estimate(found[policy]), row[f"{policy}_ms"]
-            less = estimate(paired(found[policy].values(metric), plain.values(metric)).values())
+            mean, ms = estimate(found[policy].values()), row[f"{policy}_ms"]
+            less = estimate(paired(found[policy], found["plain"]).values())
             change = f"{wording.number(less.mean, digits, signed=True)} [{wording.interval(less, digits)}]"
             cells = [task, *(("without Skip", "") if policy == "plain" else (policy, change))]
             cells.insert(2, wording.plus_minus(mean, digits))
@@ -177,6 +178,9 @@ def main():
             for kind in ("metric", "accuracy", "loss-ratio"):
                 for picture in folder.glob(f"report-{kind}*.png"):
                     shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))
+            for kind in ("dist", "dist-map", "xe-map"):
+                for picture in folder.glob(f"report-{kind}.png"):
+                    shutil.copyfile(picture, IMAGES / picture.name.replace("report", f"results-{name}"))
         if found := study(name, "choice"):
             write_report(task, found.name, found.records(), ROOT / "results" / name / "choice.csv", format="csv")
     PAGE.write_text(filled(PAGE.read_text()))

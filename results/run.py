@@ -79,7 +79,10 @@ def gp_coarse() -> Stage:
     whole += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
     whole += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
     whole += product(lr=[0.03], weight_decay=[0.5], epochs=[10, 20])
+    whole += product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.05, 0.5, 4.0], epochs=[1, 2, 5])  # 20 steps each
     crops = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[1, 5, 20])  # 4 and 16 steps to a pass
+    crops += product(lr=[0.0003, 0.001, 0.003], weight_decay=[0.05, 0.5], epochs=[1], passes=[5, 20])
+    crops += product(lr=[0.0003], weight_decay=[0.05, 0.5], epochs=[5])
     points = [
         {**textures(256, arm), **protocol, "judge": "validation"}
         for arm in ARMS
@@ -89,20 +92,19 @@ def gp_coarse() -> Stage:
 
 
 def gp_fine() -> Stage:
-    best = [(arm, protocol) for arm in ARMS for protocol in gp_best(256, arm, 3)]
+    best = [(arm, protocol) for arm in ARMS for protocol in gp_best(256, arm, 5)]
     points = [{**textures(512, arm), **protocol, "judge": "validation"} for arm, protocol in best]
     return Stage(points, range(100, 105), "choice")
 
 
 def gp_protocol(point: Settings) -> Settings:
-    """What was found best, with both masks where there is one. Unsearched crops train as whole images do."""
-    arm = MASKED if point["p_small"] or point["p_large"] else {**WHOLE, "crop": point["crop"]}
-    return (gp_best(512, arm) or gp_best(512, WHOLE))[0]
+    """What was found best, with both masks where there is one."""
+    return gp_best(512, MASKED if point["p_small"] or point["p_large"] else {**WHOLE, "crop": point["crop"]})[0]
 
 
 def gp_final() -> Stage:
     points = [{**point, **gp_protocol(point)} for point in TASKS["gp"].presets["paper"].grid]
-    return Stage(points, range(5), "trials")
+    return Stage(points, range(10), "trials")
 
 
 def gp_variants() -> Stage:
@@ -194,10 +196,7 @@ AUC = Images(
 )
 LATENT = Images(
     "latent",
-    [
-        *product(batch_size=[32, 128, 512], p_x=[0.0], p_d=[0.0]),
-        *product(batch_size=[2048], p_x=[0.0, 0.94, 0.97], p_d=[0.0, 0.94, 0.97]),
-    ],
+    [{name: point[name] for name in ("batch_size", "p_x", "p_d")} for point in TASKS["latent"].presets["paper"].grid],
     {
         32: product(lr=[0.0001, 0.0003, 0.001, 0.003], epochs=[10], passes=[4]),
         128: product(lr=[0.0003, 0.001, 0.003, 0.01], epochs=[10], passes=[8]),

@@ -97,16 +97,23 @@ def test_less_than_the_paper_found_is_partly_so(fall, more, verdicts):
     assert tuple(claim.verdict for claim in claims("cifar10", records)[:2]) == verdicts
 
 
-def test_claims_pair_seeds():
-    """A difference between seeds that is larger than the effect does not hide it."""
+@pytest.mark.parametrize(
+    ("p_small", "p_large", "gain", "verdict"),
+    [(0.9, 0.9, 1.0, "yes"), (0.99, 0.94, 20.0, "partly"), (0.99, 0.94, 21.0, "yes"), (0.99, 0.94, -21.0, "no")],
+)
+def test_claims_pair_seeds(p_small, p_large, gain, verdict):
+    """A difference between seeds that is larger than the effect does not hide it. The paper gained 20.3 points."""
     records = [
-        made_up.record({"p_small": p, "p_large": p, "crop": None, "seed": seed}, {"accuracy": 10.0 * seed + gain})
-        for p, gain in ((0.0, 0.0), (0.9, 1.0))
+        made_up.record({"p_small": s, "p_large": p, "crop": None, "seed": seed}, {"accuracy": 30.0 * seed + by})
+        for s, p, by in ((0.0, 0.0, 0.0), (p_small, p_large, gain))
         for seed in range(6)
     ]
     first = claims("gp", records)[0]
-    assert first.here == "by 1.0 ± 0.0 points (1.0 to 1.0, 6 seeds) with p_small 0.9, p_large 0.9"
-    assert first.verdict == "yes"
+    shown = str(gain).replace("-", "\N{MINUS SIGN}")
+    assert (
+        first.here == f"by {shown} ± 0.0 points ({shown} to {shown}, 6 seeds) with p_small {p_small}, p_large {p_large}"
+    )
+    assert first.verdict == verdict
 
 
 def test_braces_in_a_setting_are_harmless():

@@ -66,7 +66,15 @@ def test_the_preset_for_textures_is_what_the_search_found_best(run):
     assert all({**preset.base, **point}.items() >= run.gp_protocol(point).items() for point in preset.grid)
 
 
-@pytest.mark.parametrize("name", [name for name in MEASURED if name != "gp"])
+def test_the_preset_for_hidden_states_is_what_the_search_found_best(run):
+    preset = TASKS["latent"].presets["paper"]
+    for point, cell in zip(preset.grid, run.LATENT.cells, strict=True):
+        assert {**preset.base, **point}.items() >= run.LATENT.best(run.LATENT.arm(cell)).items() - {
+            ("weight_decay", 0.01)
+        }
+
+
+@pytest.mark.parametrize("name", [name for name in MEASURED if name not in ("gp", "latent")])
 def test_the_preset_is_what_the_search_found_best(make, name):
     results = Results(TASKS[name], make.study(name, "choice").records())
     names = [axis for axis in results.varied if axis not in CHOSEN]
@@ -152,9 +160,19 @@ def test_the_page_quotes_the_textures(make):
     plain, both = (found[key].values("accuracy") for key in ((0.0, 0.0, None), (0.99, 0.94, None)))
     assert f"without masks from {min(plain.values()):.0f} to {max(plain.values()):.0f}" in page
     mean = statistics.mean(both.values())
-    assert f"but with {mean:.1f} it stays {66.2 - mean:.0f} points below the paper's 66.2" in page
+    assert f"but with {mean:.1f} masks stay {66.2 - mean:.0f} points below the paper's 66.2" in page
     assert results.best(results.measured) is found[0.99, 0.94, None]
-    assert mean - statistics.mean(plain.values()) < 10
+    gains = paired(both, plain)
+    later = estimate([gain for seed, gain in gains.items() if seed >= 5])
+    assert f"gains {statistics.mean(gains.values()):.1f} points" in page
+    assert f"{later.mean:.1f} ({later.low:.1f} to {later.high:.1f})" in page
+    assert statistics.mean(gains.values()) < 10
+    seeds = {len(c.values("accuracy")) for c in found.values() if c.values("accuracy") not in (plain, both)}
+    assert (len(plain), len(both), seeds) == (10, 10, {5})
+    crop = found[0.0, 0.0, 512].values("accuracy")
+    less = estimate(paired(both, crop).values())
+    assert f"crops of 512 pixels have {statistics.mean(crop.values()):.1f}, less than masks by {less.mean:.1f}" in page
+    assert f"it could be {less.high:.1f} less or {-less.low:.1f} more" in page
     more = {
         key: results.estimate(c, "adapted_accuracy").mean - results.estimate(c).mean
         for key, c in found.items()
@@ -168,8 +186,25 @@ def test_the_page_quotes_the_textures(make):
     assert (
         f"The best then is (0, 0.75) with {mean:.1f}, {gain.mean:.1f} more ({gain.low:.1f} to {gain.high:.1f})" in page
     )
-    quoted = f"better by {without:.0f} points without masks and by {min(more.values()):.0f} to {max(more.values()):.0f}"
-    assert quoted in page
+    least, most, without = (
+        wording.number(x, 1, signed=True) for x in (min(more.values()), max(more.values()), without)
+    )
+    assert f"by {without} points without masks and by {least} to {most} with them" in page
+    search = Results(TASKS["gp"], make.study("gp", "choice").records())
+    at_512 = {
+        name: search.best(c for c in search.measured if {**arm, "size": 512}.items() <= c.settings.items())
+        for name, arm in (("crops", {"crop": 256, "p_small": 0.0}), ("masks", {"crop": None, "p_small": 0.99}))
+    }
+    ahead = {name: f"{search.estimate(c).mean:.1f}" for name, c in at_512.items()}
+    assert f"with {ahead['crops']} against {ahead['masks']}" in page
+    quoted = []
+    for crop in (128, 64):
+        tried = [c for c in search.measured if (c.settings["size"], c.settings["crop"]) == (256, crop)]
+        (same,) = (c for c in tried if {"lr": 0.01, "weight_decay": 0.5, "epochs": 20}.items() <= c.settings.items())
+        assert search.estimate(same, "small").mean == 50
+        quoted.append([search.estimate(c).mean for c in (same, search.best(tried))])
+    (wide, wide_best), (tight, tight_best) = quoted
+    assert f"have {wide:.1f} and {tight:.1f}, instead of {wide_best:.1f} and {tight_best:.1f}" in page
 
 
 def test_the_page_quotes_the_policies(make):
@@ -181,8 +216,13 @@ def test_the_page_quotes_the_policies(make):
     again = Results(TASKS["gp"], make.study("gp", "policies").records())
     found = {c.settings["skip"]: c.values("accuracy") for c in again.measured}
     exact = statistics.mean(found["exact"].values())
-    assert f"the eight with masks have {mean:.1f} on average" in page
-    assert f"with the policy *exact* [below](#skip-and-batch-statistics), has {exact:.1f}" in page
+    assert f"The eight with masks have {mean:.1f} on average" in page
+    (plain,) = (
+        c.values("accuracy") for c in masked if {"p_small": 0.99, "p_large": 0.94}.items() <= c.settings.items()
+    )
+    first, next_ = (statistics.mean(plain[seed] for seed in seeds) for seeds in (range(5), range(5, 10)))
+    assert f'They have {exact:.1f} with "exact", and without Skip {first:.1f} on these five' in page
+    assert f"but {next_:.1f} on the next five" in page
     gains = [estimate(paired(found[policy], found["exact"]).values()) for policy in ("sampled", "frozen")]
     sampled, frozen = (
         f"{g.mean:.1f}{points} ({wording.interval(g, 1)})" for g, points in zip(gains, (" points", ""), strict=True)
@@ -237,9 +277,54 @@ def test_the_page_compares_textures_at_the_same_settings(make, run):
     same = [c for c in results.measured if wanted.items() <= c.settings.items()]
     without, masked = (f"{results.estimate(c).mean:.1f}" for c in same)
     assert f"without masks the very same settings give {without} at 256 pixels, where masks give {masked}" in page
-    for arm in (run.WHOLE, run.MASKED):
-        assert len([c for c in results.measured if {**arm, "size": 256}.items() <= c.settings.items()]) == 28
-    assert "28 combinations" in page
+    for arm, tried in zip(run.ARMS, (66, 66, 30, 30), strict=True):
+        at = run.textures(256, arm)
+        wanted = {name: at[name] for name in ("size", *arm)}.items()
+        assert len([c for c in results.measured if wanted <= c.settings.items()]) == tried
+    assert "66 combinations for whole images and 30 for crops" in page
+    whole = {**run.WHOLE, "size": 256, "epochs": 2}.items()
+    short = [c for c in results.measured if whole <= c.settings.items()]
+    assert len(short) == 12
+    assert f"has {max(results.estimate(c).mean for c in short):.1f}." in page
+    assert max(round(record.curve[-1]["loss"], 2) for c in short for record in c.records) == 0.02
+    assert {record.curve[-1]["step"] for c in short for record in c.records} == {40}
+
+
+def test_the_page_quotes_the_hidden_states(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["latent"], make.study("latent").records())
+    found = {tuple(c.settings[name] for name in ("batch_size", "p_x", "p_d")): c for c in results.measured}
+    small, plain = found[32, 0.0, 0.0], found[2048, 0.0, 0.0]
+
+    def mean(c, metric):
+        return results.estimate(c, metric).mean
+
+    both = f"of {mean(small, 'dist_minibatch'):.2f} on those and of {mean(small, 'dist'):.2f} on all images"
+    assert both in page
+    off = [
+        paired(c.values("dist_minibatch"), c.values("dist"), lambda a, b: 100 * abs(a / b - 1)) for c in (small, plain)
+    ]
+    burst = [r.settings["seed"] for r in small.records if max(row["loss"] for row in r.curve[1:]) > 1000]
+    assert burst == [0]
+    without = {seed: value for seed, value in off[0].items() if seed not in burst}
+    assert estimate(paired(without, off[1]).values()).low > 0
+    shares = [statistics.mean(values.values()) for values in (without, off[1])]
+    assert "off by {:.0f}%, which is surely more than the {:.0f}% at 2048".format(*shares) in page
+    assert f"from {mean(plain, 'dist'):.2f} to {mean(found[2048, 0.0, 0.97], 'dist'):.2f} with p_d = 0.97" in page
+    rise = [mean(found[2048, p_x, 0.0], "xe") for p_x in (0.0, 0.94, 0.97)]
+    assert "L_XE rises from {:.2f} to {:.2f} and {:.2f}".format(*rise) in page
+    right = [mean(found[size, 0.0, 0.0], "accuracy") for size in (2048, 512)]
+    assert "classify {:.1f}% of the images, where batches of 512 reach {:.1f}%".format(*right) in page
+
+    search = Results(TASKS["latent"], make.study("latent", "choice").records())
+    pairs = []
+    for passes, lr in ((10, 0.0001), (30, 0.00003)):
+        for p_d in (0.0, 0.97):
+            wanted = {"batch_size": 2048, "p_x": 0.0, "p_d": p_d, "passes": passes, "lr": lr}.items()
+            (c,) = (c for c in search.measured if wanted <= c.settings.items())
+            pairs.append(search.estimate(c, "dist").mean)
+    quoted = "{:.2f} without masks and {:.2f} with p_d = 0.97, with the same long training {:.2f} and {:.2f}"
+    assert quoted.format(*pairs) in page
 
 
 def test_the_page_quotes_the_losses_of_cifar10(make):

@@ -43,6 +43,7 @@ class Recorded:
     ) -> None:
         self.forward, self.loss, self.update, self.generators = forward, loss, update, list(generators)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()  # for all records: each is done with before the next begins
         self.runs: Counter[int] = Counter()
         self.records: dict[int, _Record] = {}
 
@@ -79,10 +80,10 @@ class Recorded:
         for generator in self.generators:
             forward.register_generator_state(generator)
             update.register_generator_state(generator)
-        with torch.cuda.graph(forward, stream=self.stream):
+        with torch.cuda.graph(forward, pool=self.pool, stream=self.stream):
             outputs = self.forward(place)
         gradients = [torch.zeros_like(part) for part in _parts(outputs)]
-        with torch.cuda.graph(update, pool=forward.pool(), stream=self.stream):
+        with torch.cuda.graph(update, pool=self.pool, stream=self.stream):
             # A number whose gradient is the one given.
             products = [(part * gradient).sum() for part, gradient in zip(_parts(outputs), gradients, strict=True)]
             self.update(torch.stack(products).sum())

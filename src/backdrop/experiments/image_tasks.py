@@ -295,11 +295,17 @@ class Latent(Images):
             seeds=6,
         ),
         "paper": Preset(
-            {"epochs": 100},
+            {"epochs": 10},
             [
-                *product(batch_size=[32, 64, 128, 256, 512, 1024], p_x=[0.0], p_d=[0.0]),
-                *product(batch_size=[2048], p_x=[0.0, 0.5, 0.75, 0.94, 0.97], p_d=[0.0, 0.5, 0.75, 0.94, 0.97]),
-                *product(batch_size=[32, 64, 128, 256, 512, 1024], p_x=[0.94], p_d=[0.97]),
+                {**masks, "batch_size": batch_size, "passes": passes, "lr": lr}
+                for batch_size, passes, lr, p_x, p_d in (  # chosen on validation images (results/latent)
+                    (32, 4, 1e-3, [0.0], [0.0]),
+                    (128, 8, 1e-2, [0.0], [0.0]),
+                    (512, 16, 1e-2, [0.0], [0.0]),
+                    (2048, 30, 3e-5, [0.0, 0.94, 0.97], [0.0]),
+                    (2048, 10, 1e-4, [0.0, 0.94, 0.97], [0.94, 0.97]),
+                )
+                for masks in product(p_x=p_x, p_d=p_d)
             ],
             seeds=10,
         ),

@@ -30,8 +30,12 @@ from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureData
 
 __all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce"]
 
-# How textures are best trained without masks and with (0.99, 0.94), on validation images of half the side (results/gp).
-PLAIN = {"epochs": 20, "lr": 0.01, "weight_decay": 0.5}
+# How textures are best trained without masks, by crop, and with (0.99, 0.94), on validation images (results/gp).
+PLAIN = {
+    None: {"epochs": 20, "lr": 0.01, "weight_decay": 0.5},
+    512: {"epochs": 1, "lr": 0.001, "weight_decay": 0.05},
+    256: {"epochs": 1, "lr": 0.003, "weight_decay": 0.05},
+}
 MASKED = {"epochs": 40, "lr": 0.001, "weight_decay": 4.0}
 
 
@@ -103,7 +107,7 @@ class GP(Classification):
         "paper": Preset(
             {"batch_size": 4, "passes": 20, "evaluations": 5, "adapt": True},
             [
-                {**point, **(MASKED if point["p_small"] or point["p_large"] else PLAIN)}
+                {**point, **(MASKED if point["p_small"] or point["p_large"] else PLAIN[point["crop"]])}
                 for point in (
                     *product(p_small=[0.0, 0.99, 0.999], p_large=[0.0, 0.75, 0.94], crop=[None]),
                     *product(p_small=[0.0], p_large=[0.0], crop=[512, 256]),

@@ -48,8 +48,16 @@ def told(found: Estimate, unit: str, digits: int) -> str:
     return f"{number} ({f'{ends}, ' if ends else ''}{seeds})"
 
 
-def judge(claim: str, paper: str, effects: Effects, here: str, unit: str = "points", digits: int = 1) -> Claim:
-    """A claim that holds where the mean effect is above 0.
+def judge(
+    claim: str,
+    paper: str,
+    effects: Effects,
+    here: str,
+    unit: str = "points",
+    digits: int = 1,
+    amount: float | None = None,
+) -> Claim:
+    """A claim that holds where the mean effect is above 0, and partly where it is surely less than the paper says.
 
     Args:
         claim: the sentence.
@@ -58,11 +66,14 @@ def judge(claim: str, paper: str, effects: Effects, here: str, unit: str = "poin
         here: ours, with {} for their mean.
         unit: of the effects.
         digits: after the point.
+        amount: of the effect in the paper.
     """
     found = estimate(effects.values())
     if found is None:
         return Claim(claim, paper)
     verdict = {True: "yes", False: "no", None: "not clear"}[found.beyond()]
+    if verdict == "yes" and amount is not None and found.beyond(amount) is False:
+        verdict = "partly"
     return Claim(claim, paper, here.replace("{}", told(found, unit, digits)), verdict)
 
 
