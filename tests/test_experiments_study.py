@@ -18,6 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
+from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.study import alive, journal, study, tune
 from backdrop.experiments.study.alive import Watch, identity, is_dead
 from backdrop.experiments.study.plan import again, check_extends, plan
@@ -529,12 +530,13 @@ def test_signs_of_life_come_with_progress(begun, tmp_path, monkeypatch):
     assert is_dead(worker) is False
 
 
-def test_an_error_of_this_machine_stops_the_worker_and_not_the_trial(begun, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, RecordingError])
+def test_an_error_of_this_machine_stops_the_worker_and_not_the_trial(begun, tmp_path, monkeypatch, error):
     def data(self, device):
-        raise OSError("the data is not here")
+        raise error("it cannot be done here")
 
     monkeypatch.setattr(find_task(FILE), "data", data)
-    with pytest.raises(OSError, match="the data is not here"):
+    with pytest.raises(error, match="it cannot be done here"):
         work(begun, tmp_path, OPTIONS)
     assert reasons(begun)[0] == "interrupted"
     assert states(begun) == ["waiting", "waiting"]

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from backdrop import Backdrop, Backdrop2d
 from backdrop.experiments import checkpoint, data, train
-from backdrop.experiments.graphs import Recorded
+from backdrop.experiments.graphs import WARM, Recorded, RecordingError
 from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
@@ -481,3 +481,21 @@ def test_losses_that_wait_for_the_gpu_are_recorded_around(tmp_path, monkeypatch,
     assert recordings
     for row, other in zip(*found, strict=True):
         assert other == pytest.approx(row, rel=1e-5)
+
+
+def test_a_recording_that_fails_says_why(monkeypatch):
+    def record(self, rows):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")  # as torch ends a recording
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Recorded, "_run", lambda self, rows: rows.sum())
+    monkeypatch.setattr(Recorded, "_record", record)
+    step = Recorded(lambda rows: rows, lambda outputs, rows: outputs.sum(), lambda loss: None)
+    for _ in range(WARM):
+        step(torch.ones(2))
+    with pytest.raises(RecordingError, match=r"recorded: CUDA out of memory; this process has to end.*fewer workers"):
+        step(torch.ones(2))

@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Recorded"]
+__all__ = ["Recorded", "RecordingError"]
 
 WARM = 3  # steps before a step is recorded: libraries choose their algorithms, optimisers make their state
+
+
+class RecordingError(RuntimeError):
+    """A step could not be recorded, after which torch draws no more random numbers on this process's GPU."""
 
 
 class _Record(NamedTuple):
@@ -54,7 +58,13 @@ class Recorded:
             if self.runs[size] < WARM:
                 self.runs[size] += 1
                 return self._run(rows)
-            self.records[size] = self._record(rows)
+            try:
+                self.records[size] = self._record(rows)
+            except RuntimeError as error:  # what ended the recording lies behind the error of its end
+                raise RecordingError(
+                    f"a training step could not be recorded: {error.__context__ or error}; this process has to end, so "
+                    "start again, with fewer workers if memory ran out, or without graphs"
+                ) from error
         record = self.records[size]
         record.rows.copy_(rows)
         record.forward.replay()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from backdrop.experiments.cache import CacheError
 from backdrop.experiments.fetch import DownloadError
+from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import alive
 from backdrop.experiments.study.interrupts import Interrupts
@@ -227,8 +228,8 @@ class _Attempt:
 
 
 def _elsewhere() -> tuple[type[Exception], ...]:
-    """Errors that say something about this machine or the storage, and nothing about the trial."""
-    return OSError, ImportError, CacheError, DownloadError, *storage_errors()
+    """Errors that say something about this machine, this process or the storage, and nothing about the trial."""
+    return OSError, ImportError, CacheError, DownloadError, RecordingError, *storage_errors()
 
 
 class _Beat:
