@@ -108,10 +108,24 @@ def gp_final() -> Stage:
 
 
 def gp_variants() -> Stage:
-    """Other ways to train, with what was best at this size."""
-    ways = [{"norm": "group"}, {"exact": True}, {"p_warmup": 0.5}, {"lr_schedule": "cosine"}, {"flips": True}]
-    points = [{**textures(256, arm), **gp_best(256, arm)[0], **way} for arm in (WHOLE, MASKED) for way in ({}, *ways)]
+    """Other ways to train, with what was best at this size, and masks on crops."""
+    ways: list[Settings] = [{}, {"norm": "group"}, {"exact": True}, {"p_warmup": 0.5}, {"lr_schedule": "cosine"}]
+    ways += [{"flips": True}, {"batch_size": 2}, {"batch_size": 1}]
+    ways += product(optimizer=["sgd"], lr=[0.01, 0.03, 0.1, 0.3], weight_decay=[0.0005])
+    points = [{**textures(256, arm), **gp_best(256, arm)[0], **way} for arm in (WHOLE, MASKED) for way in ways]
+    crops = {**WHOLE, "crop": 512}
+    masks = [(0.0, 0.0), (0.0, 0.75), (0.9, 0.0), (0.9, 0.5), (0.99, 0.75)]
+    points += [
+        {**textures(256, crops), **gp_best(256, crops)[0], "p_small": small, "p_large": large, "epochs": epochs}
+        for small, large in masks
+        for epochs in (1, 3)
+    ]
     return Stage([{**point, "judge": "validation"} for point in points], range(100, 105), "variants")
+
+
+def gp_again() -> Stage:
+    """The best masks once more, to be trained without graphs and compiler, as with Skip."""
+    return Stage([{**MASKED, **gp_protocol(MASKED)}], range(5), "again")
 
 
 def gp_flips() -> Stage:
@@ -220,6 +234,13 @@ CIFAR10 = Images(
 )
 
 
+def latent_same() -> Stage:
+    """Without masks on the distances, but trained as with them."""
+    masked = LATENT.best({"batch_size": 2048, "p_x": 0.0, "p_d": 0.97})
+    cells = [cell for cell in LATENT.cells if cell["batch_size"] == 2048 and not cell["p_d"]]
+    return Stage([{**cell, **masked} for cell in cells], range(5), "same")
+
+
 def auc_policies() -> Stage:
     (best,) = chosen("auc", batch_size=2048, p=0.97)
     points = [{"batch_size": 2048, "p": 0.97, **best, "skip": policy} for policy in POLICIES]
@@ -233,10 +254,11 @@ STAGES = {
         "final": gp_final,
         "variants": gp_variants,
         "flips": gp_flips,
+        "again": gp_again,
         "policies": gp_policies,
     },
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
-    "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final},
+    "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final, "same": latent_same},
     "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
 }
 
