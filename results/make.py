@@ -55,10 +55,12 @@ def made_by(task):
     found = study(task)
     records = found.records()
     done = [record for record in records if record.state == "complete"]
+    points = {repr({**record.settings, "seed": None}) for record in records}
+    wanted = len(points) * len({record.settings["seed"] for record in records})
     machine = done[0].machine
     time = wording.duration(math.fsum(record.seconds for record in done))
     return (
-        f"`{again(found.name, found.spec, records)}`: {len(done)} of {len(records)} trials, {time} of training, on one "
+        f"`{again(found.name, found.spec, records)}`: {len(done)} of {wanted} trials, {time} of training, on one "
         f"{machine['device']} with torch {machine['torch']}. Tables, curves and trials are in `results/{task}`."
     )
 
