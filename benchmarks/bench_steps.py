@@ -1,11 +1,11 @@
 """How long a training step takes when it is recorded, compiled or skipped in, on the paper's networks, in one run.
 
-    python benchmarks/bench_steps.py [--device cuda] [--json FILE]
+    python benchmarks/bench_steps.py [--device cuda] [--only TASK] [--json FILE]
 
 A trial is trained in each way, on textures or on images of noise: plain, with `backdrop run --graphs`, with `--compile`
 and with both, and with every policy of `--skip`. The time is that of its later epochs, divided by their steps: the
 first has the compiling and the recording in it, the last the evaluation. On a CPU there are no graphs, and networks are
-small.
+small. `--only` measures the cases of one task, and leaves the others in the file as they are.
 """
 
 import argparse
@@ -80,17 +80,21 @@ def measure(task, settings, options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", choices=["cifar10", "auc", "gp"], help="the cases of this task alone")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     ways = {name: how for name, how in OPTIONS.items() if args.device == "cuda" or "graphs" not in how}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     rows = []
-    for name, task, settings in track(list(cases(args.device)), "training", transient=True):
+    before = json.loads(args.json.read_text())["rows"] if args.only and args.json and args.json.exists() else []
+    wanted = [case for case in cases(args.device) if case[0].startswith(args.only)]
+    for name, task, settings in track(wanted, "training", transient=True):
         found = {way: measure(task, settings, Options(accelerator=args.device, **how)) for way, how in ways.items()}
         found |= {skip: measure(task, settings | {"skip": skip}, Options(accelerator=args.device)) for skip in SKIP}
         rows.append({"case": name, **{f"{way}_ms": ms for way, ms in found.items()}})
         if args.json:
-            figures = {"versions": versions, "device": machine(args.device), "rows": rows}
+            others = [row for row in before if not row["case"].startswith(args.only)]
+            figures = {"versions": versions, "device": machine(args.device), "rows": [*others, *rows]}
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     table = Table(
         title=f"Milliseconds of a training step on {machine(args.device)}, and how many times as fast as plain"

@@ -99,12 +99,15 @@ def test_finish_kernels(dtype, relu_first, relu_last, norm, outside, channels, m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 33), (64, 7, 40, 50), (3, 96, 6, 6)])
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
-def test_a_batch_in_parts_has_the_statistics_of_the_whole(dtype, shape, policy):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_batch_in_parts_has_the_statistics_of_the_whole(dtype, shape, policy, layout):
+    if layout == torch.channels_last and len(shape) != 4:
+        pytest.skip("there is no such layout")
     kinds = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}
     layer = kinds[len(shape)](shape[1]).cuda().to(torch.float64 if dtype == torch.float64 else torch.float32)
     nn.init.normal_(layer.weight)
     other = copy.deepcopy(layer)
-    x = (torch.randn(shape, device="cuda") * 3 + 100).to(dtype)
+    x = (torch.randn(shape, device="cuda") * 3 + 100).to(dtype).contiguous(memory_format=layout)
     expected = layer(x)
     cut = max(1, shape[0] // 3)
     parts = [x[:cut].clone(), x[cut : cut + 1].clone(), x[cut + 1 :].clone()]
@@ -158,6 +161,18 @@ def test_few_different_numbers_of_windows(monkeypatch):
     for seed in range(20):
         step(fast, x, seed=seed)
     assert len(counts) <= 6
+
+
+@pytest.mark.parametrize("policy", ["exact", "sampled"])
+def test_few_different_numbers_of_samples(policy):
+    counts = set()
+    fast = skip_blocked(network(Backdrop(0.8), "no norm" if policy == "exact" else "norm first"), statistics=policy)
+    x = torch.randn(64, 1, 24, 24, device="cuda")
+    for seed in range(20):
+        step(fast, x, seed=seed)
+        counts.add(fast.skip_report[0].last)
+    assert counts <= {f"{kept} of 64 samples ran with gradients" for kept in (8, 16, 24, 32)}
+    assert len(counts) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

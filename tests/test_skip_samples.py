@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from typing import NamedTuple
 
 import pytest
@@ -71,6 +72,31 @@ def test_large_batches_run_in_parts():
 
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), Backdrop(0.99, exact=True)).double()
     check(model, torch.randn(3 * samples.AT_ONCE, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("most", "parts"), [(9, 4), (3, 2), (1, 1), (0, None)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_parts_are_fewer_where_many_would_not_pay(monkeypatch, most, parts, norm):
+    from backdrop.skip import cost, samples
+
+    layers = [nn.Linear(2, 3), *([nn.BatchNorm1d(3)] if norm else []), nn.Linear(3, 1)]
+    model = nn.Sequential(*layers, Backdrop(0.99, exact=True)).double()
+    seen, rates = [], cost.CPU._replace(call=1.0, step_call=0.0, normed_call=0.0, split=0.0)
+    monkeypatch.setattr(cost, "CPU", rates._replace(multiplications=math.inf, numbers=math.inf))
+    x = torch.randn(4 * samples.AT_ONCE, 2, dtype=torch.float64)
+    with torch.no_grad(), cost.Meter() as meter:
+        model(x)
+    calls = meter.cost.calls
+    monkeypatch.setattr(cost, "pays", lambda spent, saved: spent <= most * calls)  # seconds: a call takes one
+    fast = skip_blocked(model, statistics="sampled")
+    fast(x)  # which counts the calls
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, *rest: (seen.append(torch.is_grad_enabled()), linear(x, *rest))[1]
+    )
+    fast(x)
+    assert seen.count(False) == 2 * (parts or 0)
+    assert fast.skip_report[0].last.startswith("15 of 1536" if parts else "plain")
 
 
 class Outputs(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
-from backdrop.skip import windows
+from backdrop.skip import cost, windows
 from backdrop.skip.finish import Finish, Moments, finish
 from skipping import always_skip, assert_close, assert_same_gradients, check, ran_windows, step
 
@@ -143,7 +143,10 @@ def test_positions_against_the_definition(policy, order, p, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
 @pytest.mark.parametrize("order", ["norm first", "relu first"])
-def test_samples_against_the_definition(policy, order):
+@pytest.mark.parametrize("more", [0, 2], ids=["kept", "rounded up"])
+def test_samples_against_the_definition(policy, order, more, monkeypatch):
+    """On a GPU the kept samples are rounded up with blocked ones, over which "sampled" takes its formula, too."""
+    monkeypatch.setattr(cost, "few_shapes", lambda number, device: number + more)
     stage, x = network(order), torch.randn(9, 2, 10, 11, dtype=torch.float64)
     mask = Backdrop(0.6)
     skip = Skip(copy.deepcopy(stage), mask, statistics=policy)
@@ -155,7 +158,8 @@ def test_samples_against_the_definition(policy, order):
     output.backward(upstream)
     torch.manual_seed(0)
     weight = mask.draw_weight(x)[:, 0, 0, 0]
-    kept = weight.nonzero().flatten()
+    kept = torch.cat([weight.nonzero().flatten(), (weight == 0).nonzero().flatten()[:more]])
+    assert skip.report[0].last.startswith(f"{len(kept)} of 9")
     part, full = x[kept].clone().requires_grad_(), x
     y = part
     for layer in stage:

@@ -21,16 +21,18 @@ from torch.utils._pytree import tree_leaves
 class Rates(NamedTuple):
     multiplications: float  # per second
     numbers: float  # read, changed and written, per second
-    call: float  # seconds that a call on some of the samples takes the host
-    step_call: float  # the same for a plain call with its backward call
+    call: float  # seconds that a call without gradients takes the host
+    step_call: float  # the same with its backward call
+    normed_call: float  # the same where layers with batch statistics see samples with gradients and without
     window_call: float  # the same on windows
+    split: float  # seconds that it takes to draw a mask, split a batch by it, and merge the outputs
     windows: float  # the time of the same work on windows over that on the whole map
     overlap: bool  # whether the device works while the host makes calls
     maps: tuple[float, float]  # as large as the largest there is, that convolutions need: with gradients, without
 
 
-CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 1.5e-4, 1.0, overlap=False, maps=(2.0, 3.0))
-GPU = Rates(6e13, 5e11, 2.2e-4, 2e-4, 4e-4, 0.65, overlap=True, maps=(0.5, 4.0))
+CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 3e-5, 1.5e-4, 8e-5, 1.0, overlap=False, maps=(2.0, 3.0))
+GPU = Rates(6e13, 5e11, 4e-5, 2e-4, 3e-4, 4e-4, 1.8e-3, 0.65, overlap=True, maps=(0.5, 4.0))
 NORM = 4  # a layer with batch statistics goes over its input several times, which takes as long as so many others
 MARGIN = 1.1  # skipping has to promise to be so many times faster
 
@@ -57,12 +59,11 @@ class Cost(NamedTuple):
         rates = _rates(device)
         return _both(rates, self.calls * rates.step_call, 3 * self._work(rates))
 
-    def step_of_some(self, device: torch.device, kept: float, parts: int) -> float:
+    def step_of_some(self, device: torch.device, kept: float, parts: int, *, norms: bool) -> float:
         """The same for a share of the samples, and forward alone for the others in so many parts."""
         rates = _rates(device)
-        calls = self.calls * (rates.step_call + parts * rates.call)
-        draw_split_and_merge = 8 * rates.call
-        return draw_split_and_merge + _both(rates, calls, (1 + 2 * kept) * self._work(rates))
+        calls = self.calls * ((rates.normed_call if norms else rates.step_call) + parts * rates.call)
+        return rates.split + _both(rates, calls, (1 + 2 * kept) * self._work(rates))
 
     def _work(self, rates: Rates) -> float:
         return self.multiplications / rates.multiplications + self.numbers / rates.numbers
@@ -90,6 +91,14 @@ def pays(spent: float, saved: float) -> bool:
     return MARGIN * spent < saved
 
 
+def few_shapes(number: int, device: torch.device) -> int:
+    """Rounded up on a GPU, whose libraries take time for every shape that they have not seen."""
+    if device.type == "cpu":
+        return number
+    step = max(8, 1 << max(0, number.bit_length() - 4))
+    return -(-number // step) * step
+
+
 class Meter(TorchDispatchMode):
     """While open, counts what is computed."""
 
@@ -105,10 +114,18 @@ class Meter(TorchDispatchMode):
         if not func.is_view and func.namespace != "prim":  # which is bookkeeping of fake tensors
             count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-            numbers = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            numbers = sum(leaf.numel() * _share(leaf) for leaf in made)
             numbers *= NORM if "batch_norm" in str(func) else 1
-            self.cost = Cost(*map(sum, zip(self.cost, (1, flops / 2, numbers), strict=True)))
+            flops *= _share(made[0]) ** 2 if made else 1.0
+            calls = func is not torch.ops.aten._to_copy.default  # of weights, which autocast keeps, and the like
+            self.cost = Cost(*map(sum, zip(self.cost, (calls, flops / 2, numbers), strict=True)))
         return out
+
+
+def _share(x: Tensor) -> float:
+    """Of the time that numbers of 4 bytes take. Multiplications gain twice: by their number, and by what they read."""
+    return min(1.0, x.itemsize / 4)
 
 
 class Pass(NamedTuple):

@@ -28,7 +28,7 @@ class Split(NamedTuple):
 
     kept: Tensor
     rest: Tensor
-    weight: Tensor  # of the kept rows; zero at those that are there for their number alone
+    weight: Tensor  # of the kept rows; zero at those that are there for their number alone, and for batch statistics
 
 
 class Spent(NamedTuple):
@@ -75,7 +75,8 @@ class Samples:
 
     def _probe(self, given: Any, rows: Rows) -> cost.Cost | str:
         """What a pass costs, or why samples cannot run apart; found out once for each shape, without gradients."""
-        key = (rows, tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for _, leaf in tree.leaves(given)))
+        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for _, leaf in tree.leaves(given))
+        key = (rows, shapes, torch.is_autocast_enabled(rows.device.type))
         if key not in self.costs:
             dropouts = [m for m in self.layers if isinstance(m, _DropoutNd) and m.training]
             try:
@@ -108,10 +109,15 @@ class Samples:
     def spent(self, known: cost.Cost, rows: Rows) -> Spent:
         """What a step takes by the cost model, from what a pass costs."""
         kept = max(1.0, rows.number * (1 - float(self.mask.p)))
-        parts = self._number_of_parts(rows.number - kept, kept)
-        skipped, step = known.step_of_some(rows.device, kept / rows.number, parts), known.step(rows.device)
-        why = "" if cost.pays(skipped, step) else f"plain: running all {rows.number} samples with gradients is faster"
-        return Spent(kept, parts, step, skipped, "plain: there is one sample" if rows.number < 2 else why)
+        parts, step = self._number_of_parts(rows.number - kept, kept), known.step(rows.device)
+
+        def skipped() -> float:
+            return known.step_of_some(rows.device, kept / rows.number, parts, norms=bool(self.norms))
+
+        while parts > 1 and not cost.pays(skipped(), step):  # fewer take more memory, and the host less time
+            parts //= 2
+        why = "" if cost.pays(skipped(), step) else f"plain: running all {rows.number} samples with gradients is faster"
+        return Spent(kept, parts, step, skipped(), "plain: there is one sample" if rows.number < 2 else why)
 
     def _split(self, rows: Rows) -> Split:
         (dim,) = (self.mask.dims,) if isinstance(self.mask.dims, int) else self.mask.dims
@@ -125,9 +131,7 @@ class Samples:
         else:
             # One at least: with a mask over many processes, ours may have none, and parameters need their gradient.
             kept = max(1, int(weight.count_nonzero()))
-            if rows.device.type == "cuda" and not self.norms:  # few different shapes, see 7 of the note in replay.py
-                step = max(8, 2 ** (kept.bit_length() - 4))
-                kept = min(rows.number, -(-kept // step) * step)
+            kept = min(rows.number, cost.few_shapes(kept, rows.device))
         index = order[:kept]
         return Split(index, order[kept:], weight.index_select(0, index))
 
@@ -159,8 +163,13 @@ class Samples:
 
     def _parts(self, split: Split) -> Sequence[Tensor]:
         """The rows without gradients that run at a time."""
+        if not len(split.rest):
+            return ()
+        assert self.last is not None
+        known, rows = self.last
+        assert not isinstance(known, str)  # or it would have stayed plain
         parts = self._number_of_parts(len(split.rest), len(split.kept))
-        return split.rest.tensor_split(parts) if len(split.rest) else ()
+        return split.rest.tensor_split(min(parts, self.spent(known, rows).parts))
 
     def _number_of_parts(self, rest: float, kept: float) -> int:
         parts = rest / max(AT_ONCE, 4 * kept)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from backdrop.skip import steps
+from backdrop.skip import cost, steps
 from backdrop.skip.plan import Box, Plan
 
 LOOK_AGAIN = 16  # steps after which to look again whether the incoming gradient is zero at kept units
@@ -98,9 +98,8 @@ def find_windows(plan: Plan, kept: Kept, weight: Tensor, grad: Tensor) -> Window
         units = units_of(plan, (grad != 0) & (weight != 0)).nonzero().cpu()
         plan.alive = len(units) / max(1, len(kept.on_host()))
     real = len(units)
-    if grad.is_cuda and real:
-        step = max(8, 2 ** (real.bit_length() - 4))
-        units = torch.cat([units, units[:1].expand(-(-real // step) * step - real, -1)])
+    if real:
+        units = torch.cat([units, units[:1].expand(cost.few_shapes(real, grad.device) - real, -1)])
     return _place(plan, units, real, grad.device)
 
 
