@@ -1,7 +1,7 @@
 """Makes tables, pictures and the head of docs/results.md from the trials: `python results/make.py`.
 
-`TASK/trials.json` is a study, and `TASK/choice.json` the one on validation data by which learning rates were chosen.
-Both are as `backdrop report STUDY --format json` writes them; everything beside them is made here.
+`TASK/trials.json` is a study, `TASK/choice.json` the one on validation data by which learning rates were chosen, and
+others go further. All are as `backdrop report STUDY --format json` writes them; what is beside them is made here.
 """
 
 import json
@@ -22,10 +22,23 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
-MORE = {  # metrics that the page shows besides the main one, and with how many decimals
-    "gp": {"adapted_accuracy": 1, "adapted_small": 1, "adapted_large": 1},
-    "cifar10": {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
-    "latent": {"xe": 3, "dist": 2, "dist_minibatch": 2, "accuracy": 1},
+ADAPTED = {"adapted_accuracy": 1, "adapted_small": 1, "adapted_large": 1}
+HIDDEN = {"xe": 3, "dist": 2, "dist_minibatch": 2, "accuracy": 1}
+MORE = {  # metrics of studies that the page shows besides the main one, and with how many decimals
+    ("gp", "trials"): ADAPTED,
+    ("gp", "turned-crops"): {"accuracy": 1, "small": 1, "large": 1, **ADAPTED},
+    ("cifar10", "trials"): {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
+    ("latent", "trials"): HIDDEN,
+    ("latent", "same"): HIDDEN,
+}
+USUAL = {  # how textures are trained
+    "optimizer": "adamw",
+    "lr_schedule": "one-cycle",
+    "batch_size": 4,
+    "norm": "batch",
+    "exact": False,
+    "p_warmup": 0.0,
+    "flips": False,
 }
 POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
 STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
@@ -33,18 +46,15 @@ VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "n
 
 
 def study(task, name="trials"):
-    """The study of a task, if there is one."""
-    path = ROOT / "results" / task / f"{name}.json"
-    return Archive(path) if path.exists() else None
+    return Archive(ROOT / "results" / task / f"{name}.json")
 
 
 def claims_table():
     """A row per claim of the paper."""
     lines = ["| where | claim | the paper | here | verdict |", "|---|---|---|---|---|"]
     for name, task in TASKS.items():
-        found = study(name)
         where = f"[{name}](#{name})"
-        for claim in CLAIMS[name](Results(task, found.records() if found else [])):
+        for claim in CLAIMS[name](Results(task, study(name).records())):
             verdict = VERDICTS.get(claim.verdict, claim.verdict)
             lines.append(f"| {where} | {claim.claim} | {claim.paper} | {claim.here} | {verdict} |")
     return "\n".join(lines)
@@ -65,9 +75,9 @@ def made_by(task):
     )
 
 
-def chosen(task):
+def chosen(task, search):
     """What a search found best on validation data for every mask, by the settings that are no choice."""
-    results = Results(TASKS[task], study(task, "choice").records())
+    results = Results(TASKS[task], study(task, search).records())
     names = [name for name in results.varied if name not in CHOSEN and name not in FOLLOWS]
     options = [name for name in CHOSEN if name in results.varied]
     found = {}
@@ -86,15 +96,35 @@ def chosen(task):
     return "\n".join(lines)
 
 
-def more(task):
-    """Metrics of every configuration."""
-    results = Results(TASKS[task], study(task).records())
-    lines = [f"| {' | '.join([*map(wording.setting_name, results.axes), *map(wording.metric_name, MORE[task])])} |"]
-    lines.append("|" + "---:|" * (len(results.axes) + len(MORE[task])))
+def more(task, name, metrics):
+    """Metrics of every configuration of a study."""
+    results = Results(TASKS[task], study(task, name).records())
+    lines = [f"| {' | '.join([*map(wording.setting_name, results.axes), *map(wording.metric_name, metrics)])} |"]
+    lines.append("|" + "---:|" * (len(results.axes) + len(metrics)))
     for each in results.measured:
         cells = [wording.value(each.settings[name]) for name in results.axes]
-        for metric, digits in MORE[task].items():
+        for metric, digits in metrics.items():
             cells.append(wording.plus_minus(results.estimate(each, metric), digits))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def variants():
+    """Other ways to train textures, without masks and with them."""
+    results = Results(TASKS["gp"], study("gp", "variants").records())
+    found = {}
+    for masked in (False, True):
+        tried = [c for c in results.measured if c.settings["crop"] is None and results.is_masked(c) is masked]
+        (usual,) = (c for c in tried if USUAL.items() <= c.settings.items())
+        for each in tried:
+            changed = [name for name in results.varied if each.settings[name] != usual.settings[name]]
+            way = ", ".join(f"{wording.setting_name(name)} {wording.value(each.settings[name])}" for name in changed)
+            found.setdefault(way or "as chosen", []).append(each)
+    lines = ["| training | without masks | with (0.99, 0.94) | gain |", "|---|---:|---:|---:|"]
+    for way, (plain, masked) in sorted(found.items(), key=lambda item: -results.estimate(item[1][1]).mean):
+        gain = estimate(paired(masked.values("accuracy"), plain.values("accuracy")).values())
+        cells = [way, *(wording.plus_minus(results.estimate(c), 1) for c in (plain, masked))]
+        cells.append(f"{wording.number(gain.mean, 1, signed=True)} [{wording.interval(gain, 1)}]")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -127,22 +157,22 @@ def policies():
     lines = ["| task | batch statistics | metric | less what it is without Skip | ms of a step | times as fast |"]
     lines.append("|---|---|---:|---:|---:|---:|")
     for task, case in POLICIES.items():
-        if not study(task, "policies"):
-            continue
         metric, results = TASKS[task].metric, Results(TASKS[task], study(task, "policies").records())
         like = {name: value for name, value in results.measured[0].settings.items() if name != "skip"}.items()
         (plain,) = (c for c in Results(TASKS[task], study(task).records()).measured if like <= c.settings.items())
         found = {c.settings["skip"]: c.values(metric) for c in results.measured}
-        found["plain"] = {seed: value for seed, value in plain.values(metric).items() if seed in found["exact"]}
+        found["plain"] = {seed: value for seed, value in plain.values(metric).items() if seed in found["sampled"]}
         (row,) = (row for row in steps if row["case"].startswith(case))
         digits = wording.decimals([results.estimate(plain).mean])
         for policy in ("plain", "exact", "sampled", "frozen"):
-            mean, ms = estimate(found[policy].values()), row[f"{policy}_ms"]
-            less = estimate(paired(found[policy], found["plain"]).values())
-            change = f"{wording.number(less.mean, digits, signed=True)} [{wording.interval(less, digits)}]"
-            cells = [task, *(("without Skip", "") if policy == "plain" else (policy, change))]
-            cells.insert(2, wording.plus_minus(mean, digits))
-            lines.append(f"| {' | '.join(cells)} | {ms:.1f} | {row['plain_ms'] / ms:.2f} |")
+            mean = change = ""
+            if policy in found:
+                mean = wording.plus_minus(estimate(found[policy].values()), digits)
+            if policy in found and policy != "plain":
+                less = estimate(paired(found[policy], found["plain"]).values())
+                change = f"{wording.number(less.mean, digits, signed=True)} [{wording.interval(less, digits)}]"
+            name, ms = "without Skip" if policy == "plain" else policy, row[f"{policy}_ms"]
+            lines.append(f"| {task} | {name} | {mean} | {change} | {ms:.1f} | {row['plain_ms'] / ms:.2f} |")
     return "\n".join(lines)
 
 
@@ -157,34 +187,34 @@ def filled(page):
 
     put("claims", claims_table())
     put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
+    put("gp variants", variants())
+    put("gp turned", chosen("gp", "turned"))
     put("policies", policies())
-    if study("cifar10"):
-        put("cifar10 attacks", attacks())
+    put("cifar10 attacks", attacks())
     for task in TASKS:
-        if study(task):
-            put(task, made_by(task))
-            if task in MORE:
-                put(f"{task} metrics", more(task))
-        if study(task, "choice"):
-            put(f"{task} choice", chosen(task))
+        put(task, made_by(task))
+        put(f"{task} choice", chosen(task, "choice"))
+    for (task, name), metrics in MORE.items():
+        put(f"{task} metrics" if name == "trials" else f"{task} {name}", more(task, name, metrics))
     return page
 
 
 def main():
     for name, task in TASKS.items():
-        if found := study(name):
-            folder, records = ROOT / "results" / name, found.records()
-            command = again(found.name, found.spec, records)
-            for kind in ("md", "csv"):
-                write_report(task, found.name, records, folder / f"report.{kind}", format=kind, command=command)
-            for kind in ("metric", "accuracy", "loss-ratio"):
-                for picture in folder.glob(f"report-{kind}*.png"):
-                    shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))
-            for kind in ("dist", "dist-map", "xe-map"):
-                for picture in folder.glob(f"report-{kind}.png"):
-                    shutil.copyfile(picture, IMAGES / picture.name.replace("report", f"results-{name}"))
-        if found := study(name, "choice"):
-            write_report(task, found.name, found.records(), ROOT / "results" / name / "choice.csv", format="csv")
+        folder, found = ROOT / "results" / name, study(name)
+        command = again(found.name, found.spec, found.records())
+        for kind in ("md", "csv"):
+            write_report(task, found.name, found.records(), folder / f"report.{kind}", format=kind, command=command)
+        for kind in ("metric", "accuracy", "loss-ratio"):
+            for picture in folder.glob(f"report-{kind}*.png"):
+                shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))
+        for kind in ("dist", "dist-map", "xe-map"):
+            for picture in folder.glob(f"report-{kind}.png"):
+                shutil.copyfile(picture, IMAGES / picture.name.replace("report", f"results-{name}"))
+        for path in folder.glob("*.json"):
+            if path.stem != "trials":
+                other = Archive(path)
+                write_report(task, other.name, other.records(), path.with_suffix(".csv"), format="csv")
     PAGE.write_text(filled(PAGE.read_text()))
 
 

@@ -20,6 +20,7 @@ from backdrop.experiments.tasks import TASKS
 ROOT = Path(__file__).parent.parent
 SEARCHED = [task for task in TASKS if (ROOT / "results" / task / "choice.json").exists()]
 MEASURED = [task for task in TASKS if (ROOT / "results" / task / "trials.json").exists()]
+STUDIES = [path for task in TASKS for path in sorted((ROOT / "results" / task).glob("*.json"))]
 
 
 def script(name):
@@ -48,17 +49,15 @@ def test_what_was_measured_was_searched_for():
     assert set(MEASURED) <= set(SEARCHED)
 
 
-@pytest.mark.parametrize(
-    ("name", "study", "stem", "judge"),
-    [(name, "trials", "report", "test") for name in MEASURED]
-    + [(name, "choice", "choice", "validation") for name in SEARCHED],
-)
-def test_the_tables_are_in_step_with_the_trials(make, name, study, stem, judge):
-    folder = ROOT / "results" / name
-    results = Results(TASKS[name], make.study(name, study).records())
-    assert (folder / f"{stem}-trials.csv").read_bytes() == exports.trials(results)
-    assert (folder / f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_tables_are_in_step_with_the_trials(make, path):
+    stem = "report" if path.stem == "trials" else path.stem
+    results = Results(TASKS[path.parent.name], make.study(path.parent.name, path.stem).records())
+    assert path.with_name(f"{stem}-trials.csv").read_bytes() == exports.trials(results)
+    assert path.with_name(f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
+    judge = "validation" if path.stem in ("choice", "variants", "turned") else "test"
     assert all(record.settings["judge"] == judge for record in results.records)
+    assert all(record.state == "complete" for record in results.records)
 
 
 def test_the_preset_for_textures_is_what_the_search_found_best(run):
@@ -140,6 +139,23 @@ def test_the_page_quotes_the_areas_on_test_images(make):
     assert share == pytest.approx(0.75, abs=0.02)
 
 
+def test_the_readme_quotes_the_results(make):
+    readme = " ".join((ROOT / "README.md").read_text().split())
+
+    def mean(task, metric, **settings):
+        results = Results(TASKS[task], make.study(task).records())
+        (found,) = (c for c in results.measured if settings.items() <= c.settings.items())
+        return results.estimate(found, metric).mean
+
+    rise = [mean("auc", "auc", batch_size=2048, p=p) for p in (0.0, 0.97)]
+    assert "from {:.3f} to {:.3f}".format(*rise) in readme
+    assert f"({mean('auc', 'auc', batch_size=32, p=0.0):.3f})" in readme
+    fall = [mean("latent", "dist", batch_size=2048, p_x=0.0, p_d=p) for p in (0.0, 0.97)]
+    assert "from {:.2f} to {:.2f}".format(*fall) in readme
+    textures = [mean("gp", "accuracy", crop=None, p_small=a, p_large=b) for a, b in ((0.99, 0.94), (0.0, 0.0))]
+    assert "at {:.1f}% instead of {:.1f}%".format(*textures) in readme
+
+
 def test_the_page_says_which_masks_validation_images_would_take(make):
     page = " ".join(make.PAGE.read_text().split())
     results = Results(TASKS["auc"], make.study("auc", "choice").records())
@@ -165,7 +181,8 @@ def test_the_page_quotes_the_textures(make):
     later = estimate([gain for seed, gain in gains.items() if seed >= 5])
     assert f"gains {statistics.mean(gains.values()):.1f} points" in page
     assert f"{later.mean:.1f} ({later.low:.1f} to {later.high:.1f})" in page
-    assert statistics.mean(gains.values()) < 10
+    assert f"is missed by {10 - statistics.mean(gains.values()):.1f} points" in page
+    assert estimate(gains.values()).high > 10
     seeds = {len(c.values("accuracy")) for c in found.values() if c.values("accuracy") not in (plain, both)}
     assert (len(plain), len(both), seeds) == (10, 10, {5})
     crop = found[0.0, 0.0, 512].values("accuracy")
@@ -196,13 +213,65 @@ def test_the_page_quotes_the_textures(make):
     }
     ahead = {name: f"{search.estimate(c).mean:.1f}" for name, c in at_512.items()}
     assert f"with {ahead['crops']} against {ahead['masks']}" in page
-    (unfinished,) = (
-        c for c in search.measured if c.settings["size"] == 512 and search.estimate(c).n < 3 and c.settings["p_small"]
-    )
-    assert (unfinished.settings["lr"], unfinished.settings["epochs"], search.estimate(unfinished).n) == (0.0003, 80, 2)
-    assert f"1,600 steps leads with {search.estimate(unfinished).mean:.1f}, but after two of five seeds" in page
+    assert {search.estimate(c).n for c in search.measured if c.settings["size"] == 512} == {5}
     five = estimate([gain for seed, gain in gains.items() if seed < 5])
     assert f"with {five.mean:.1f} ({wording.interval(five, 1)})" in page
+
+
+def test_the_page_quotes_other_ways_to_train_textures(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["gp"], make.study("gp", "variants").records())
+    whole = [c for c in results.measured if c.settings["crop"] is None and not results.is_masked(c)]
+    usual, ramped = (
+        next(c for c in whole if {**make.USUAL, "p_warmup": share}.items() <= c.settings.items())
+        for share in (0.0, 0.5)
+    )
+    means = [results.estimate(c).mean for c in (usual, ramped)]
+    assert "and {:.1f} becomes {:.1f}".format(*means) in page
+    changes = [abs(change) for change in paired(ramped.values("accuracy"), usual.values("accuracy")).values()]
+    assert f"with changes of {min(changes):.0f} to {max(changes):.0f} points for single sets" in page
+    assert f"moves accuracy by {min(changes):.0f} to {max(changes):.0f} points" in page
+    for a, b in zip(usual.complete, ramped.complete, strict=True):  # the same but for rounding, to begin with
+        assert a.curve[0]["loss"] == pytest.approx(b.curve[0]["loss"], rel=0.3)
+    crops = [c for c in results.measured if c.settings["crop"] == 128]
+    best = [max(results.estimate(c).mean for c in crops if results.is_masked(c) is masked) for masked in (False, True)]
+    assert "have {:.1f} without masks, and at most {:.1f} with one of four pairs".format(*best) in page
+    assert len({(c.settings["p_small"], c.settings["p_large"]) for c in crops if results.is_masked(c)}) == 4
+
+
+def test_the_page_quotes_turned_images(make, run):
+    page = " ".join(make.PAGE.read_text().split())
+    search = Results(TASKS["gp"], make.study("gp", "turned").records())
+
+    def best(**settings):
+        found = search.best(c for c in search.measured if settings.items() <= c.settings.items())
+        return found, search.estimate(found).mean
+
+    whole, masked = (best(crop=None, p_small=p)[1] for p in (0.0, 0.99))
+    assert f"they have {whole:.1f} without, and {masked:.1f} with (0.99, 0.94)" in page
+    crops, first = best(crop=128, p_small=0.0, p_large=0.0)
+    both, second = best(crop=128)
+    assert (both.settings["p_small"], both.settings["p_large"]) == (0.0, 0.75)
+    assert f"far ahead with {first:.1f}, and with a mask on the large patches with {second:.1f}" in page
+
+    results = Results(TASKS["gp"], make.study("gp", "turned-crops").records())
+    plain, with_mask = results.measured
+    for judged, chosen in ((plain, crops), (with_mask, both)):
+        assert all(judged.settings[name] == chosen.settings[name] for name in (*CHOSEN, "p_large", "flips"))
+        assert set(judged.values("accuracy")) == set(range(10))
+    usual = Results(TASKS["gp"], make.study("gp").records())
+    (ours,) = (c for c in usual.measured if run.MASKED.items() <= c.settings.items())
+    mean = results.estimate(with_mask).mean
+    ahead = estimate(paired(with_mask.values("accuracy"), ours.values("accuracy")).values())
+    assert f"With {mean:.1f} the best configuration beats the paper's 66.2 by {mean - 66.2:.0f} points" in page
+    assert f"has [{mean:.1f} where the paper's best had 66.2]" in page
+    assert f"our own (0.99, 0.94) by {ahead.mean:.1f} ({wording.interval(ahead, 1)})" in page
+    added = [
+        estimate(paired(with_mask.values(metric), plain.values(metric)).values())
+        for metric in ("accuracy", "adapted_accuracy")
+    ]
+    quoted = "adds {:.1f} points ({}), or {:.1f} ({})"
+    assert quoted.format(*(part for gain in added for part in (gain.mean, wording.interval(gain, 1)))) in page
 
 
 def test_the_page_shows_every_round_of_crops(make):
@@ -259,11 +328,17 @@ def test_the_page_quotes_the_policies(make):
     faster = {way: f"{row['plain_ms'] / row[f'{way}_ms']:.2f}" for way in ("sampled", "frozen", "both")}
     assert f'"sampled" and "frozen" are {faster["sampled"]} and {faster["frozen"]} times as fast' in page
     assert f"is {faster['both']} times as fast ({row['both_ms']:.1f} ms)" in page
-    times = "steps of {:.1f}, {:.1f} and {:.1f} ms".format(
-        *(auc[f"{way}_ms"] for way in ("exact", "sampled", "frozen"))
+    faster = [f"{auc['plain_ms'] / auc[f'{way}_ms']:.2f}" for way in ("sampled", "frozen")]
+    assert "steps are {} and {} times as fast".format(*faster) in page
+    results = Results(TASKS["auc"], make.study("auc").records())
+    (plain,) = (
+        c.values("auc") for c in results.measured if {"batch_size": 2048, "p": 0.97}.items() <= c.settings.items()
     )
-    assert times in page
-    assert f"take as long as the {auc['plain_ms']:.1f} ms without Skip" in page
+    trained = Results(TASKS["auc"], make.study("auc", "policies").records()).measured
+    assert {c.settings["skip"] for c in trained} == {"sampled", "frozen"}
+    for c in trained:
+        change = estimate(paired(c.values("auc"), plain).values())
+        assert max(abs(change.low), abs(change.high)) < 0.01
 
 
 def test_the_page_quotes_the_policies_of_the_quick_preset(make):
@@ -340,15 +415,21 @@ def test_the_page_quotes_the_hidden_states(make):
     right = [mean(found[size, 0.0, 0.0], "accuracy") for size in (2048, 512)]
     assert "classify {:.1f}% of the images, where batches of 512 reach {:.1f}%".format(*right) in page
 
-    search = Results(TASKS["latent"], make.study("latent", "choice").records())
-    pairs = []
-    for passes, lr in ((10, 0.0001), (30, 0.00003)):
-        for p_d in (0.0, 0.97):
-            wanted = {"batch_size": 2048, "p_x": 0.0, "p_d": p_d, "passes": passes, "lr": lr}.items()
-            (c,) = (c for c in search.measured if wanted <= c.settings.items())
-            pairs.append(search.estimate(c, "dist").mean)
-    quoted = "{:.2f} without masks and {:.2f} with p_d = 0.97, with the same long training {:.2f} and {:.2f}"
-    assert quoted.format(*pairs) in page
+    same = Results(TASKS["latent"], make.study("latent", "same").records())
+    like = {c.settings["p_x"]: c for c in same.measured}
+    masked = found[2048, 0.0, 0.97]
+    assert all(c.settings[name] == masked.settings[name] for c in like.values() for name in CHOSEN)
+    assert all(c.settings["p_d"] == 0 for c in like.values())
+    less = estimate(paired(like[0.0].values("dist"), masked.values("dist")).values())
+    quoted = f"the L_dist of {mean(like[0.0], 'dist'):.2f} after the same training, p_d = 0.97 takes {less.mean:.2f}"
+    assert f"{quoted} ({wording.interval(less, 2)})" in page
+    assert less.mean > mean(plain, "dist") - mean(masked, "dist")
+    for p_x in (0.94, 0.97):
+        change, rise = (
+            estimate(paired(like[p_x].values(metric), like[0.0].values(metric)).values()) for metric in ("dist", "xe")
+        )
+        assert change.low < 0 < change.high
+        assert rise.low > 0
 
 
 def test_the_page_quotes_the_losses_of_cifar10(make):
@@ -389,7 +470,8 @@ def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
     tiny = {"size": 32, "blocks": (1, 1), "channels": 8, "passes": 1, "test_per_class": 1, "precision": "32-true"}
 
     def start(file, rates):
-        stage = run.Stage([{**tiny, "epochs": 1, "lr": rate} for rate in rates], (7,), file)
+        judge = "validation" if file == "choice" else "test"
+        stage = run.Stage([{**tiny, "epochs": 1, "lr": rate, "judge": judge} for rate in rates], (7,), file)
         monkeypatch.setattr(run, "STAGES", {"gp": {"stage": lambda: stage}})
         arguments = ["gp", "stage", "--workers", "1", "--folder", str(tmp_path / file), "--to", str(tmp_path)]
         monkeypatch.setattr("sys.argv", ["run.py", *arguments])
