@@ -183,6 +183,7 @@ class Images(NamedTuple):
         seeds: of the search.
         like: the masks to search with, in place of all that are not 0; none where each has its own search.
         judge: settings of the search alone.
+        judged: how many seeds are for the test images.
     """
 
     task: str
@@ -191,6 +192,7 @@ class Images(NamedTuple):
     seeds: Sequence[int]
     like: Settings = {}  # noqa: RUF012
     judge: Settings = {"judge": "validation"}  # noqa: RUF012
+    judged: int = 5
 
     def arm(self, cell: Settings) -> Settings:
         """What is searched in place of a cell."""
@@ -229,9 +231,20 @@ class Images(NamedTuple):
 
     def final(self) -> Stage:
         points = [{**cell, **self.best(self.arm(cell))} for cell in self.cells]
-        return Stage(points, range(5), "trials")
+        return Stage(points, range(self.judged), "trials")
 
 
+PONCE = Images(
+    "ponce",
+    [
+        {"batch_size": point["batch_size"], "p": point["p"], "precision": "32-true", "skip": "sampled"}
+        for point in TASKS["ponce"].presets["paper"].grid
+    ],
+    {},
+    (100, 101),
+    judge={"judge": "validation", "evaluations": 4},
+    judged=7,
+)
 AUC = Images(
     "auc",
     [{name: point[name] for name in ("batch_size", "p")} for point in TASKS["auc"].presets["paper"].grid],
@@ -288,6 +301,7 @@ STAGES = {
         "turned-crops": gp_turned_crops,
         "policies": gp_policies,
     },
+    "ponce": {"edge": PONCE.edge, "final": PONCE.final},
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
     "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final, "same": latent_same},
     "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
