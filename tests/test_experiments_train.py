@@ -122,6 +122,12 @@ def test_settings_matter(tmp_path):
         assert gp(tmp_path / str(number), **settings).curve[-1]["loss"] != usual.curve[-1]["loss"], settings
 
 
+def test_without_masks_there_is_nothing_to_raise(tmp_path):
+    ramped, usual = (gp(tmp_path / str(share), p_small=0.0, p_large=0.0, p_warmup=share) for share in (1.0, 0.0))
+    assert [row["loss"] for row in ramped.curve] == [row["loss"] for row in usual.curve]
+    assert ramped.metrics == usual.metrics
+
+
 def test_validation_data_are_not_test_data():
     parts = {}
     for judge in ("test", "validation"):

@@ -154,6 +154,8 @@ def test_the_readme_quotes_the_results(make):
     assert "from {:.2f} to {:.2f}".format(*fall) in readme
     textures = [mean("gp", "accuracy", crop=None, p_small=a, p_large=b) for a, b in ((0.99, 0.94), (0.0, 0.0))]
     assert "at {:.1f}% instead of {:.1f}%".format(*textures) in readme
+    losses = [mean("cifar10", "loss", batch_size=2048, p=p) for p in (0.9, 0.0)]
+    assert f"lower the loss by up to {100 * (1 - losses[0] / losses[1]):.0f}%" in readme
 
 
 def test_the_page_says_which_masks_validation_images_would_take(make):
@@ -231,8 +233,6 @@ def test_the_page_quotes_other_ways_to_train_textures(make):
     changes = [abs(change) for change in paired(ramped.values("accuracy"), usual.values("accuracy")).values()]
     assert f"with changes of {min(changes):.0f} to {max(changes):.0f} points for single sets" in page
     assert f"moves accuracy by {min(changes):.0f} to {max(changes):.0f} points" in page
-    for a, b in zip(usual.complete, ramped.complete, strict=True):  # the same but for rounding, to begin with
-        assert a.curve[0]["loss"] == pytest.approx(b.curve[0]["loss"], rel=0.3)
     crops = [c for c in results.measured if c.settings["crop"] == 128]
     best = [max(results.estimate(c).mean for c in crops if results.is_masked(c) is masked) for masked in (False, True)]
     assert "have {:.1f} without masks, and at most {:.1f} with one of four pairs".format(*best) in page

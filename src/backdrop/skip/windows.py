@@ -98,8 +98,8 @@ def find_windows(plan: Plan, kept: Kept, weight: Tensor, grad: Tensor) -> Window
         units = units_of(plan, (grad != 0) & (weight != 0)).nonzero().cpu()
         plan.alive = len(units) / max(1, len(kept.on_host()))
     real = len(units)
-    if real:
-        units = torch.cat([units, units[:1].expand(cost.few_shapes(real, grad.device) - real, -1)])
+    if added := cost.few_shapes(real, grad.device) - real:
+        units = torch.cat([units, units[:1].expand(added, -1)])
     return _place(plan, units, real, grad.device)
 
 
