@@ -175,6 +175,22 @@ def test_few_different_numbers_of_samples(policy):
     assert len(counts) > 1
 
 
+@pytest.mark.parametrize("order", ["no norm", "norm first"])
+def test_samples_do_not_wait_for_the_device(order):
+    fast = skip_blocked(network(Backdrop(0.8), order), statistics="sampled")
+    x = torch.randn(64, 1, 24, 24, device="cuda")
+    for seed in range(20):  # all shapes
+        step(fast, x, seed=seed)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # cycles: two seconds
+    slept = torch.cuda.Event()
+    slept.record()
+    torch.manual_seed(0)
+    fast(x).sum().backward()
+    assert not slept.query()
+    assert "samples ran with gradients" in fast.skip_report[0].last
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", [Backdrop2d(0.99), Backdrop(0.8)])
 def test_autocast(dtype, mask):

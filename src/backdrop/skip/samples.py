@@ -7,8 +7,10 @@ the module together, and the statistics are those of all.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,16 +124,21 @@ class Samples:
     def _split(self, rows: Rows) -> Split:
         (dim,) = (self.mask.dims,) if isinstance(self.mask.dims, int) else self.mask.dims
         axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
-        weight = self.mask.draw_weight(
-            torch.empty(rows.number, *axes, device=rows.device, dtype=torch.float64)
-        ).flatten()
-        order = (weight == 0).to(torch.uint8).argsort(stable=True)
-        if self.mask.exact and not isinstance(self.mask.p, Tensor) and self.mask.group is None:
-            kept = max(1, round(rows.number * (1 - self.mask.p)))
-        else:
-            # One at least: with a mask over many processes, ours may have none, and parameters need their gradient.
-            kept = max(1, int(weight.count_nonzero()))
-            kept = min(rows.number, cost.few_shapes(kept, rows.device))
+        p = None if isinstance(self.mask.p, Tensor) or self.mask.group is not None else self.mask.p
+        with contextlib.nullcontext() if p is None or self.mask.exact else _beside(rows.device):
+            weight = self.mask.draw_weight(
+                torch.empty(rows.number, *axes, device=rows.device, dtype=torch.float64)
+            ).flatten()
+            order = (weight == 0).to(torch.uint8).argsort(stable=True)
+            if self.mask.exact and p is not None:
+                kept = max(1, round(rows.number * (1 - p)))
+            else:
+                # One at least: with a mask over many processes, ours may have none, and parameters need their gradient.
+                kept = max(1, int(weight.count_nonzero()))
+                kept = min(rows.number, cost.few_shapes(kept, rows.device))
+        if rows.device.type == "cuda":
+            for drawn in (weight, order):
+                drawn.record_stream(torch.cuda.current_stream(rows.device))
         index = order[:kept]
         return Split(index, order[kept:], weight.index_select(0, index))
 
@@ -174,6 +181,23 @@ class Samples:
     def _number_of_parts(self, rest: float, kept: float) -> int:
         parts = rest / max(AT_ONCE, 4 * kept)
         return max(1, round(parts) if self.norms else math.ceil(parts))  # with norms all parts are there at once anyway
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU, beside the work that is queued there, for which reading a number would wait."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@functools.lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class Rows(NamedTuple):
