@@ -109,6 +109,23 @@ def more(task, name, metrics):
     return "\n".join(lines)
 
 
+def earlier(task):
+    """What was judged by test images before the search went on, and what became of it."""
+    then, now = (Results(TASKS[task], study(task, name).records()) for name in ("earlier", "trials"))
+    latest = {tuple(c.settings[name] for name in now.axes): c for c in now.measured}
+    options = [name for name in CHOSEN if name in then.varied or name in now.varied]
+    digits = wording.decimals(now.estimate(each).mean for each in now.measured)
+    metric = wording.metric_name(TASKS[task].metric)
+    lines = [f"| {' | '.join(map(wording.setting_name, [*now.axes, *options]))} | {metric} then | {metric} now |"]
+    lines.append("|" + "---:|" * (len(now.axes) + len(options) + 2))
+    for each in then.measured:
+        cells = [wording.value(each.settings[name]) for name in [*now.axes, *options]]
+        its = latest[tuple(each.settings[name] for name in now.axes)]
+        cells += [wording.plus_minus(then.estimate(each), digits), wording.plus_minus(now.estimate(its), digits)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def variants():
     """Other ways to train textures, without masks and with them."""
     results = Results(TASKS["gp"], study("gp", "variants").records())
@@ -194,6 +211,8 @@ def filled(page):
     for task in TASKS:
         put(task, made_by(task))
         put(f"{task} choice", chosen(task, "choice"))
+    for task in ("ponce", "cifar10", "auc"):
+        put(f"{task} earlier", earlier(task))
     for (task, name), metrics in MORE.items():
         put(f"{task} metrics" if name == "trials" else f"{task} {name}", more(task, name, metrics))
     return page

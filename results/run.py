@@ -2,7 +2,8 @@
 
 The stages of a task come one after the other, and each takes what those before it found best on validation data.
 Trials that are in `results/TASK` are not run again; when the time is up, those that are done are kept, and the same
-command goes on. `python results/make.py` then makes the tables and the page.
+command goes on. Where a search went on and found better settings, trials of the old ones move to `earlier.json`.
+`python results/make.py` then makes the tables and the page.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from backdrop.experiments.train import Options
 from backdrop.textures import PAPER_LENGTHS
 
 ROOT = Path(__file__).parent
+EARLIER = "earlier"  # the file of what was judged by test images before the search went on
 POLICIES = ("exact", "sampled", "frozen")
 Settings = dict[str, Any]
 
@@ -223,6 +225,20 @@ class Images(NamedTuple):
             points += [{**cell, **best, "lr": rate, **self.judge} for rate in near]
         return Stage(points, self.seeds, "choice")
 
+    def even(self) -> Stage:
+        """Every learning rate that was tried with one mask, for all masks of that batch size."""
+        arms = self.arms()
+        rates: dict[int, set[float]] = {}
+        for cell in arms:
+            found = chosen(self.task, 100, **cell)
+            rates.setdefault(cell["batch_size"], set()).update(each["lr"] for each in found)
+        points = [
+            {**cell, **self.best(cell), "lr": rate, **self.judge}
+            for cell in arms
+            for rate in sorted(rates[cell["batch_size"]])
+        ]
+        return Stage(points, self.seeds, "choice")
+
     def refine(self) -> Stage:
         """Twice and half the epochs at the best rate, and what lies beyond the ends."""
         best = [{**cell, **self.best(cell), **self.judge} for cell in self.arms()]
@@ -301,7 +317,7 @@ STAGES = {
         "turned-crops": gp_turned_crops,
         "policies": gp_policies,
     },
-    "ponce": {"edge": PONCE.edge, "final": PONCE.final},
+    "ponce": {"edge": PONCE.edge, "even": PONCE.even, "final": PONCE.final},
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
     "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final, "same": latent_same},
     "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
@@ -316,14 +332,24 @@ def settings_of(task: str, stage: Stage) -> dict[str, Settings]:
     return {trial_key(task, settings): settings for settings in found}
 
 
-def kept(task: str, stage: Stage) -> list[Record]:
-    """The trials that are there; of those on test images, where no search counts, only what is still asked for."""
+def kept(task: str, stage: Stage) -> tuple[list[Record], list[Record]]:
+    """The trials that are there, and those of them that were judged by test images and are not asked for any more."""
     path, kind = ROOT / task / f"{stage.file}.json", TASKS[task]
     records = Archive(path).records() if path.exists() else []
     if all(point.get("judge") == "validation" for point in stage.points):
-        return records
-    wanted = settings_of(task, stage)
-    return [record for record in records if trial_key(task, all_settings(kind, record.settings)) in wanted]
+        return records, []  # all that was tried counts
+    wanted, found = settings_of(task, stage), ([], [])
+    for record in records:
+        found[trial_key(task, all_settings(kind, record.settings)) not in wanted].append(record)
+    return found
+
+
+def write(task: str, file: str, records: Sequence[Record], folder: Path) -> None:
+    path = folder / task / f"{file}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{task}-{'paper' if file == 'trials' else file}"
+    path.write_bytes(pack(name, specification(task, [record.settings for record in records]), records))
+    print(f"{path} has {len(records)} trials now")
 
 
 def specification(task: str, points: Sequence[Settings]) -> Spec:
@@ -365,7 +391,7 @@ def main() -> None:
         parser.error(f"the stages of {args.task} are {', '.join(STAGES[args.task])}, but got {args.stage!r}")
 
     task, stage = args.task, STAGES[args.task][args.stage]()
-    before = kept(task, stage)
+    before, replaced = kept(task, stage)
     done = {trial_key(task, all_settings(TASKS[task], record.settings)) for record in before}
     wanted = settings_of(task, stage)
     points = [point for key, point in wanted.items() if key not in done]
@@ -385,11 +411,10 @@ def main() -> None:
     records = [*before, *(record for record in records if record.state == "complete" and record.key not in done)]
     if not records:
         return
-    path = args.to / task / f"{stage.file}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = f"{task}-{'paper' if stage.file == 'trials' else stage.file}"
-    path.write_bytes(pack(name, specification(task, [record.settings for record in records]), records))
-    print(f"{path} has {len(records)} trials now")
+    if replaced:
+        path = ROOT / task / f"{EARLIER}.json"
+        write(task, EARLIER, [*(Archive(path).records() if path.exists() else []), *replaced], args.to)
+    write(task, stage.file, records, args.to)
 
 
 if __name__ == "__main__":
