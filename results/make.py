@@ -49,15 +49,26 @@ def study(task, name="trials"):
     return Archive(ROOT / "results" / task / f"{name}.json")
 
 
+def table(headings, rows, words=0):
+    """In Markdown: rows of cells, as they are, with words in the first columns and numbers in the others."""
+    rule = "|" + "".join("---|" if place < words else "---:|" for place in range(len(headings)))
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (headings, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def change(found, digits):
+    return f"{wording.number(found.mean, digits, signed=True)} [{wording.interval(found, digits)}]"
+
+
 def claims_table():
     """A row per claim of the paper."""
-    lines = ["| where | claim | the paper | here | verdict |", "|---|---|---|---|---|"]
+    rows = []
     for name, task in TASKS.items():
         where = f"[{name}](#{name})"
         for claim in CLAIMS[name](Results(task, study(name).records())):
             verdict = VERDICTS.get(claim.verdict, claim.verdict)
-            lines.append(f"| {where} | {claim.claim} | {claim.paper} | {claim.here} | {verdict} |")
-    return "\n".join(lines)
+            rows.append([where, claim.claim, claim.paper, claim.here, verdict])
+    return table(["where", "claim", "the paper", "here", "verdict"], rows, words=5)
 
 
 def made_by(task):
@@ -85,28 +96,25 @@ def chosen(task, search):
         found.setdefault(tuple(each.settings[name] for name in names), []).append(each)
     metric = wording.metric_name(TASKS[task].metric)
     digits = wording.decimals(results.estimate(each).mean for each in results.measured)
-    lines = [f"| {' | '.join(map(wording.setting_name, [*names, *options]))} | validation {metric} | seeds | tried |"]
-    lines.append("|" + "---:|" * (len(names) + len(options) + 3))
+    headings = [*map(wording.setting_name, [*names, *options]), f"validation {metric}", "seeds", "tried"]
+    rows = []
     for place, tried in sorted(found.items(), key=lambda item: [value or 0 for value in item[0]]):  # none is first
         best = results.best(tried)
         mean = results.estimate(best)
         cells = [*map(wording.value, place), *(wording.value(best.settings[name]) for name in options)]
-        cells += [wording.plus_minus(mean, digits), mean.n, len(tried)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append([*cells, wording.plus_minus(mean, digits), mean.n, len(tried)])
+    return table(headings, rows)
 
 
 def more(task, name, metrics):
     """Metrics of every configuration of a study."""
     results = Results(TASKS[task], study(task, name).records())
-    lines = [f"| {' | '.join([*map(wording.setting_name, results.axes), *map(wording.metric_name, metrics)])} |"]
-    lines.append("|" + "---:|" * (len(results.axes) + len(metrics)))
+    rows = []
     for each in results.measured:
         cells = [wording.value(each.settings[name]) for name in results.axes]
-        for metric, digits in metrics.items():
-            cells.append(wording.plus_minus(results.estimate(each, metric), digits))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        means = [wording.plus_minus(results.estimate(each, metric), digits) for metric, digits in metrics.items()]
+        rows.append([*cells, *means])
+    return table([*map(wording.setting_name, results.axes), *map(wording.metric_name, metrics)], rows)
 
 
 def earlier(task):
@@ -116,14 +124,12 @@ def earlier(task):
     options = [name for name in CHOSEN if name in then.varied or name in now.varied]
     digits = wording.decimals(now.estimate(each).mean for each in now.measured)
     metric = wording.metric_name(TASKS[task].metric)
-    lines = [f"| {' | '.join(map(wording.setting_name, [*now.axes, *options]))} | {metric} then | {metric} now |"]
-    lines.append("|" + "---:|" * (len(now.axes) + len(options) + 2))
+    names, rows = [*now.axes, *options], []
     for each in then.measured:
-        cells = [wording.value(each.settings[name]) for name in [*now.axes, *options]]
         its = latest[tuple(each.settings[name] for name in now.axes)]
-        cells += [wording.plus_minus(then.estimate(each), digits), wording.plus_minus(now.estimate(its), digits)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        means = [wording.plus_minus(then.estimate(each), digits), wording.plus_minus(now.estimate(its), digits)]
+        rows.append([*(wording.value(each.settings[name]) for name in names), *means])
+    return table([*map(wording.setting_name, names), f"{metric} then", f"{metric} now"], rows)
 
 
 def variants():
@@ -137,13 +143,11 @@ def variants():
             changed = [name for name in results.varied if each.settings[name] != usual.settings[name]]
             way = ", ".join(f"{wording.setting_name(name)} {wording.value(each.settings[name])}" for name in changed)
             found.setdefault(way or "as chosen", []).append(each)
-    lines = ["| training | without masks | with (0.99, 0.94) | gain |", "|---|---:|---:|---:|"]
+    rows = []
     for way, (plain, masked) in sorted(found.items(), key=lambda item: -results.estimate(item[1][1]).mean):
         gain = estimate(paired(masked.values("accuracy"), plain.values("accuracy")).values())
-        cells = [way, *(wording.plus_minus(results.estimate(c), 1) for c in (plain, masked))]
-        cells.append(f"{wording.number(gain.mean, 1, signed=True)} [{wording.interval(gain, 1)}]")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([way, *(wording.plus_minus(results.estimate(c), 1) for c in (plain, masked)), change(gain, 1)])
+    return table(["training", "without masks", "with (0.99, 0.94)", "gain"], rows, words=1)
 
 
 def training(results, masked):
@@ -156,23 +160,17 @@ def attacks():
     """What masks change in accuracy under attack, paired by seed."""
     results = Results(TASKS["cifar10"], study("cifar10").records())
     metrics = ["clean", "fgsm_2", "pgd_2", "fgsm_8"]
-    names = [*map(wording.setting_name, results.axes), "training"]
-    lines = [f"| {' | '.join([*names, *map(wording.metric_name, metrics)])} |"]
-    lines.append("|" + "---:|" * (len(names) + len(metrics)))
+    rows = []
     for each in filter(results.is_masked, results.measured):
         cells = [*(wording.value(each.settings[name]) for name in results.axes), training(results, each)]
-        for metric in metrics:
-            change = results.difference(each, metric)
-            cells.append(f"{wording.number(change.mean, 1, signed=True)} [{wording.interval(change, 1)}]")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*cells, *(change(results.difference(each, metric), 1) for metric in metrics)])
+    headings = [*map(wording.setting_name, results.axes), "training", *map(wording.metric_name, metrics)]
+    return table(headings, rows)
 
 
 def policies():
     """What Skip's policies for batch statistics make of accuracy and time, against the same masks without Skip."""
-    steps = json.loads(STEPS.read_text())["rows"]
-    lines = ["| task | batch statistics | metric | less what it is without Skip | ms of a step | times as fast |"]
-    lines.append("|---|---|---:|---:|---:|---:|")
+    steps, rows = json.loads(STEPS.read_text())["rows"], []
     for task, case in POLICIES.items():
         metric, results = TASKS[task].metric, Results(TASKS[task], study(task, "policies").records())
         like = {name: value for name, value in results.measured[0].settings.items() if name != "skip"}.items()
@@ -182,15 +180,13 @@ def policies():
         (row,) = (row for row in steps if row["case"].startswith(case))
         digits = wording.decimals([results.estimate(plain).mean])
         for policy in ("plain", "exact", "sampled", "frozen"):
-            mean = change = ""
-            if policy in found:
-                mean = wording.plus_minus(estimate(found[policy].values()), digits)
-            if policy in found and policy != "plain":
-                less = estimate(paired(found[policy], found["plain"]).values())
-                change = f"{wording.number(less.mean, digits, signed=True)} [{wording.interval(less, digits)}]"
-            name, ms = "without Skip" if policy == "plain" else policy, row[f"{policy}_ms"]
-            lines.append(f"| {task} | {name} | {mean} | {change} | {ms:.1f} | {row['plain_ms'] / ms:.2f} |")
-    return "\n".join(lines)
+            mean = wording.plus_minus(estimate(found[policy].values()), digits)
+            less = estimate(paired(found[policy], found["plain"]).values())
+            name, by = ("without Skip", "") if policy == "plain" else (policy, change(less, digits))
+            ms = row[f"{policy}_ms"]
+            rows.append([task, name, mean, by, f"{ms:.1f}", f"{row['plain_ms'] / ms:.2f}"])
+    headings = ["task", "batch statistics", "metric", "less what it is without Skip", "ms of a step", "times as fast"]
+    return table(headings, rows, words=2)
 
 
 def filled(page):
