@@ -125,8 +125,9 @@ def earlier(task):
     digits = wording.decimals(now.estimate(each).mean for each in now.measured)
     metric = wording.metric_name(TASKS[task].metric)
     names, rows = [*now.axes, *options], []
-    for each in then.measured:
-        its = latest[tuple(each.settings[name] for name in now.axes)]
+    cells = {each: tuple(each.settings[name] for name in now.axes) for each in then.measured}
+    for each in sorted(cells, key=lambda each: [*latest].index(cells[each])):
+        its = latest[cells[each]]
         means = [wording.plus_minus(then.estimate(each), digits), wording.plus_minus(now.estimate(its), digits)]
         rows.append([*(wording.value(each.settings[name]) for name in names), *means])
     return table([*map(wording.setting_name, names), f"{metric} then", f"{metric} now"], rows)

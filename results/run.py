@@ -172,7 +172,7 @@ def gp_policies() -> Stage:
 # Photographs: every batch size and mask has its own search, first for the learning rate and then beyond the ends of
 # what was tried, until the best lies between two others.
 
-RATES = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+RATES = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 class Images(NamedTuple):
@@ -244,6 +244,17 @@ class Images(NamedTuple):
         best = [{**cell, **self.best(cell), **self.judge} for cell in self.arms()]
         points = [{**point, "epochs": max(1, int(point["epochs"] * factor))} for factor in (2, 0.5) for point in best]
         return Stage([*points, *self.edge().points], self.seeds, "choice")
+
+    def again(self) -> Stage:
+        """The two best for the largest batches, where one seed does not tell them apart, with two more."""
+        largest = max(self.tried)
+        points = [
+            {**cell, **found, **self.judge}
+            for cell in self.arms()
+            if cell["batch_size"] == largest
+            for found in chosen(self.task, 2, **cell)
+        ]
+        return Stage(points, [*self.seeds, *(self.seeds[-1] + i for i in (1, 2))], "choice")
 
     def final(self) -> Stage:
         points = [{**cell, **self.best(self.arm(cell))} for cell in self.cells]
@@ -320,7 +331,7 @@ STAGES = {
     "ponce": {"edge": PONCE.edge, "even": PONCE.even, "final": PONCE.final},
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
     "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final, "same": latent_same},
-    "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "final": CIFAR10.final},
+    "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "again": CIFAR10.again, "final": CIFAR10.final},
 }
 
 
