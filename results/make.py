@@ -10,7 +10,9 @@ import re
 import shutil
 from pathlib import Path
 
-from backdrop.experiments.report import tables, wording
+from matplotlib.figure import Figure
+
+from backdrop.experiments.report import drawing, tables, wording
 from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.report.write import markdown_table, write_report
@@ -42,6 +44,11 @@ USUAL = {  # how textures are trained
 }
 POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
 STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
+MOVED = (  # searches, and the setting whose best value moves with p
+    ("auc", {"batch_size": 2048}, "lr"),
+    ("ponce", {"batch_size": 64}, "lr"),
+    ("cifar10", {"batch_size": 16, "lr": 0.0003}, "epochs"),
+)
 VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
 
 
@@ -190,6 +197,41 @@ def policies():
     return table(headings, rows, words=2)
 
 
+def moved(task, wanted, name):
+    """For every p, what a search has found at best with each value of a setting."""
+    results = Results(TASKS[task], study(task, "choice").records())
+    found = {}
+    for each in results.measured:
+        if wanted.items() <= each.settings.items():
+            found.setdefault(each.settings["p"], {}).setdefault(each.settings[name], []).append(each)
+    return {
+        p: {value: results.estimate(results.best(tried)) for value, tried in sorted(values.items())}
+        for p, values in sorted(found.items())
+    }
+
+
+def moved_picture():
+    """How the best learning rate and the best length of training move with p; rings are around the best."""
+    with drawing.style():
+        figure = Figure(figsize=(13.5, 4.6), layout="constrained")
+        for axes, (task, wanted, name) in zip(figure.subplots(1, len(MOVED)), MOVED, strict=True):
+            found = moved(task, wanted, name)
+            better = max if TASKS[task].maximize else min
+            for (p, values), colour, marker in zip(
+                found.items(), drawing.shades(len(found)), drawing.MARKERS, strict=False
+            ):
+                means = {value: each.mean for value, each in values.items()}
+                axes.plot(*zip(*means.items(), strict=True), color=colour, marker=marker, label=f"p = {p:g}")
+                best = better(means, key=means.get)
+                axes.plot(best, means[best], "o", color=colour, markersize=15, fillstyle="none", markeredgewidth=1.5)
+            drawing.logarithmic(axes.xaxis)
+            axes.set_xlabel(wording.setting_name(name) if name != "lr" else "learning rate")
+            axes.set_ylabel(f"validation {wording.metric_name(TASKS[task].metric)}")
+            axes.set_title(f"{task}, batches of {wanted['batch_size']}")
+            axes.legend()
+    return drawing.Picture("moved", "", "", figure).png()
+
+
 def filled(page):
     """The page with everything between its markers made anew."""
 
@@ -231,6 +273,7 @@ def main():
             if path.stem != "trials":
                 other = Archive(path)
                 write_report(task, other.name, other.records(), path.with_suffix(".csv"), format="csv")
+    (IMAGES / "results-moved.png").write_bytes(moved_picture())
     PAGE.write_text(filled(PAGE.read_text()))
 
 

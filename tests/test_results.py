@@ -134,6 +134,28 @@ def test_the_page_quotes_photographs_of_textures(make):
     assert f"p = 0.5 is {some.mean:.1f} ahead ({wording.interval(some, 1)})" in page
 
 
+def test_the_page_shows_how_the_best_training_moves_with_p(make):
+    page = " ".join(make.PAGE.read_text().split())
+    areas, accuracies, losses = (make.moved(*search) for search in make.MOVED)
+
+    def best(found, better):
+        return [better(values, key=lambda value: values[value].mean) for values in found.values()]
+
+    rates = best(areas, max)
+    assert list(areas) == sorted(areas)
+    assert rates == sorted(rates, reverse=True)
+    assert len({*rates}) == 4
+    assert best(accuracies, max)[-1] < min(best(accuracies, max)[:-1])
+    assert best(losses, min) == [5, 5, 5, 10]
+    plain, strong = areas[0.0], areas[0.97]
+    at_one = (
+        f"at {rates[-1]}, a ROC AUC of {strong[rates[-1]].mean:.3f} with p = 0.97 and of {plain[rates[-1]].mean:.3f}"
+    )
+    assert f"{at_one} without masks" in page
+    assert f"at the rings, they do not: {strong[rates[-1]].mean:.3f} and {plain[rates[0]].mean:.3f}" in page
+    assert make.moved_picture() == make.moved_picture()  # the same trials, the same bytes
+
+
 def test_the_page_compares_masks_at_the_same_settings(make):
     page = " ".join(make.PAGE.read_text().split())
     results = Results(TASKS["auc"], make.study("auc", "choice").records())
