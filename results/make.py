@@ -24,11 +24,13 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
+SCALES = {"accuracy": 1, "small": 1, "large": 1}
 ADAPTED = {"adapted_accuracy": 1, "adapted_small": 1, "adapted_large": 1}
 HIDDEN = {"xe": 3, "dist": 2, "dist_minibatch": 2, "accuracy": 1}
 MORE = {  # metrics of studies that the page shows besides the main one, and with how many decimals
     ("gp", "trials"): ADAPTED,
-    ("gp", "turned-crops"): {"accuracy": 1, "small": 1, "large": 1, **ADAPTED},
+    ("gp", "turned-crops"): {**SCALES, **ADAPTED},
+    ("gp", "small"): SCALES,
     ("cifar10", "trials"): {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
     ("latent", "trials"): HIDDEN,
     ("latent", "same"): HIDDEN,
@@ -44,11 +46,11 @@ USUAL = {  # how textures are trained
 }
 POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
 STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
-MOVED = (  # searches, and the setting whose best value moves with p
-    ("auc", {"batch_size": 2048}, "lr"),
-    ("ponce", {"batch_size": 64}, "lr"),
-    ("cifar10", {"batch_size": 16, "lr": 0.0003}, "epochs"),
-)
+MOVED = {  # searches, and the setting whose best value moves with p
+    "auc, batches of 2048": ("auc", "choice", {"batch_size": 2048}, "lr"),
+    "gp, small": ("gp", "small-choice", {}, "lr"),
+    "cifar10, batches of 16": ("cifar10", "choice", {"batch_size": 16, "lr": 0.0003}, "epochs"),
+}
 VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
 
 
@@ -197,15 +199,16 @@ def policies():
     return table(headings, rows, words=2)
 
 
-def moved(task, wanted, name):
-    """For every p, what a search has found at best with each value of a setting."""
-    results = Results(TASKS[task], study(task, "choice").records())
+def moved(task, search, wanted, name):
+    """For the p of all masks, what a search has found at best with each value of a setting."""
+    results = Results(TASKS[task], study(task, search).records())
     found = {}
     for each in results.measured:
         if wanted.items() <= each.settings.items():
-            found.setdefault(each.settings["p"], {}).setdefault(each.settings[name], []).append(each)
+            p = tuple(each.settings[mask] for mask in TASKS[task].masks)
+            found.setdefault(p, {}).setdefault(each.settings[name], []).append(each)
     return {
-        p: {value: results.estimate(results.best(tried)) for value, tried in sorted(values.items())}
+        p: {value: results.estimate(results.best(tried)).mean for value, tried in sorted(values.items())}
         for p, values in sorted(found.items())
     }
 
@@ -213,22 +216,21 @@ def moved(task, wanted, name):
 def moved_picture():
     """How the best learning rate and the best length of training move with p; rings are around the best."""
     with drawing.style():
-        figure = Figure(figsize=(13.5, 4.6), layout="constrained")
-        for axes, (task, wanted, name) in zip(figure.subplots(1, len(MOVED)), MOVED, strict=True):
-            found = moved(task, wanted, name)
+        figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+        for axes, (title, (task, *where, name)) in zip(figure.subplots(1, len(MOVED)), MOVED.items(), strict=True):
+            found = moved(task, *where, name)
             better = max if TASKS[task].maximize else min
-            for (p, values), colour, marker in zip(
-                found.items(), drawing.shades(len(found)), drawing.MARKERS, strict=False
-            ):
-                means = {value: each.mean for value, each in values.items()}
-                axes.plot(*zip(*means.items(), strict=True), color=colour, marker=marker, label=f"p = {p:g}")
+            for i, (p, means) in enumerate(found.items()):
+                colour, marker = drawing.shades(len(found))[i], drawing.MARKERS[i]
+                label = ", ".join(map(wording.value, p))
+                axes.plot(*zip(*means.items(), strict=True), color=colour, marker=marker, label=f"p = {label}")
                 best = better(means, key=means.get)
-                axes.plot(best, means[best], "o", color=colour, markersize=15, fillstyle="none", markeredgewidth=1.5)
+                axes.plot(best, means[best], "o", color=colour, markersize=14, fillstyle="none", markeredgewidth=1.5)
             drawing.logarithmic(axes.xaxis)
-            axes.set_xlabel(wording.setting_name(name) if name != "lr" else "learning rate")
+            axes.set_xlabel("learning rate" if name == "lr" else wording.setting_name(name))
             axes.set_ylabel(f"validation {wording.metric_name(TASKS[task].metric)}")
-            axes.set_title(f"{task}, batches of {wanted['batch_size']}")
-            axes.legend()
+            axes.set_title(title)
+            axes.legend(fontsize=9, handlelength=1.2)
     return drawing.Picture("moved", "", "", figure).png()
 
 
@@ -245,6 +247,7 @@ def filled(page):
     put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
     put("gp variants", variants())
     put("gp turned", chosen("gp", "turned"))
+    put("gp small-choice", chosen("gp", "small-choice"))
     put("policies", policies())
     put("cifar10 attacks", attacks())
     for task in TASKS:

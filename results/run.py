@@ -1,4 +1,4 @@
-"""Runs the trials that the results are made of, on a GPU: `python results/run.py TASK STAGE [--seconds N]`.
+"""Runs the trials that the results are made of, most on a GPU: `python results/run.py TASK STAGE [--seconds N]`.
 
 The stages of a task come one after the other, and each takes what those before it found best on validation data.
 Trials that are in `results/TASK` are not run again; when the time is up, those that are done are kept, and the same
@@ -81,6 +81,7 @@ def gp_coarse() -> Stage:
     whole += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
     whole += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
     whole += product(lr=[0.03], weight_decay=[0.5], epochs=[10, 20])
+    whole += product(lr=[0.03, 0.1], weight_decay=[0.05], epochs=[10, 20])  # as no masks are best on two cores
     whole += product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.05, 0.5, 4.0], epochs=[1, 2, 5])  # 20 steps each
     crops = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[1, 5, 20])  # 4 and 16 steps to a pass
     crops += product(lr=[0.0003, 0.001, 0.003], weight_decay=[0.05, 0.5], epochs=[1], passes=[5, 20])
@@ -167,6 +168,38 @@ def gp_turned_crops() -> Stage:
 def gp_policies() -> Stage:
     masked = {**MASKED, **gp_protocol(MASKED)}
     return Stage([{**masked, "skip": policy} for policy in POLICIES], range(5), "policies")
+
+
+# Textures on two CPU cores: the quick preset, whose trials take seconds, with more seeds and the same search without
+# masks and with its own.
+
+SMALL = TASKS["gp"].presets["quick"]
+
+
+def small(arm: Settings, protocol: Settings) -> Settings:
+    return {**all_settings(TASKS["gp"], SMALL.base), **arm, **protocol}
+
+
+def gp_small_coarse() -> Stage:
+    ways = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.05, 2.0], epochs=[5, 10, 20])
+    ways += product(lr=[0.03], weight_decay=[0.05, 2.0], epochs=[5, 10])  # beyond the ends at which the best were
+    ways += product(lr=[0.01, 0.03], weight_decay=[0.05], epochs=[2])
+    ways += product(lr=[0.003], weight_decay=[2.0], epochs=[40])
+    ways += product(lr=[0.03], weight_decay=[0.05], epochs=[20]) + product(lr=[0.03], weight_decay=[0.5], epochs=[10])
+    ways += product(lr=[0.1], weight_decay=[0.05], epochs=[10]) + product(lr=[0.003], weight_decay=[2.0], epochs=[80])
+    points = [{**small(arm, way), "judge": "validation"} for arm in SMALL.grid for way in ways]
+    return Stage(points, range(100, 103), "small-choice")
+
+
+def gp_small_fine() -> Stage:
+    """The best two of each, where three seeds do not tell them apart, with five more."""
+    best = [(arm, way) for arm in SMALL.grid for way in chosen("gp", 2, "small-choice", **arm)]
+    return Stage([{**small(arm, way), "judge": "validation"} for arm, way in best], range(100, 108), "small-choice")
+
+
+def gp_small_final() -> Stage:
+    points = [small(arm, chosen("gp", search="small-choice", **arm)[0]) for arm in SMALL.grid]
+    return Stage(points, range(24), "small")
 
 
 # Photographs: every batch size and mask has its own search, first for the learning rate and then beyond the ends of
@@ -327,6 +360,9 @@ STAGES = {
         "tiles": gp_tiles,
         "turned-crops": gp_turned_crops,
         "policies": gp_policies,
+        "small-coarse": gp_small_coarse,
+        "small-fine": gp_small_fine,
+        "small-final": gp_small_final,
     },
     "ponce": {"edge": PONCE.edge, "even": PONCE.even, "final": PONCE.final},
     "auc": {"edge": AUC.edge, "final": AUC.final, "policies": auc_policies},
