@@ -37,7 +37,14 @@ def make():
 
 @pytest.fixture(scope="module")
 def run():
-    return script("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "results")  # where stages.py is, as for a script there
+        return script("run")
+
+
+@pytest.fixture(scope="module")
+def stages(run):
+    return run.stages
 
 
 def test_the_page_is_in_step_with_the_trials(make):
@@ -60,15 +67,15 @@ def test_the_tables_are_in_step_with_the_trials(make, path):
     assert all(record.state == "complete" for record in results.records)
 
 
-def test_the_preset_for_textures_is_what_the_search_found_best(run):
+def test_the_preset_for_textures_is_what_the_search_found_best(stages):
     preset = TASKS["gp"].presets["paper"]
-    assert all({**preset.base, **point}.items() >= run.gp_protocol(point).items() for point in preset.grid)
+    assert all({**preset.base, **point}.items() >= stages.gp_protocol(point).items() for point in preset.grid)
 
 
-def test_the_preset_for_hidden_states_is_what_the_search_found_best(run):
+def test_the_preset_for_hidden_states_is_what_the_search_found_best(stages):
     preset = TASKS["latent"].presets["paper"]
-    for point, cell in zip(preset.grid, run.LATENT.cells, strict=True):
-        best = run.LATENT.best(run.LATENT.arm(cell))
+    for point, cell in zip(preset.grid, stages.LATENT.cells, strict=True):
+        best = stages.LATENT.best(stages.LATENT.arm(cell))
         assert {name: {**preset.base, **point}[name] for name in ("lr", "epochs", "passes")}.items() <= best.items()
 
 
@@ -318,7 +325,7 @@ def test_the_page_quotes_other_ways_to_train_textures(make):
     assert len({(c.settings["p_small"], c.settings["p_large"]) for c in crops if results.is_masked(c)}) == 4
 
 
-def test_the_page_quotes_turned_images(make, run):
+def test_the_page_quotes_turned_images(make, stages):
     page = " ".join(make.PAGE.read_text().split())
     search = Results(TASKS["gp"], make.study("gp", "turned").records())
 
@@ -339,7 +346,7 @@ def test_the_page_quotes_turned_images(make, run):
         assert all(judged.settings[name] == chosen.settings[name] for name in (*CHOSEN, "p_large", "flips"))
         assert set(judged.values("accuracy")) == set(range(10))
     usual = Results(TASKS["gp"], make.study("gp").records())
-    (ours,) = (c for c in usual.measured if run.MASKED.items() <= c.settings.items())
+    (ours,) = (c for c in usual.measured if stages.MASKED.items() <= c.settings.items())
     mean = results.estimate(with_mask).mean
     ahead = estimate(paired(with_mask.values("accuracy"), ours.values("accuracy")).values())
     assert f"With {mean:.1f} the best configuration beats the paper's 66.2 by {mean - 66.2:.0f} points" in page
@@ -353,7 +360,7 @@ def test_the_page_quotes_turned_images(make, run):
     assert quoted.format(*(part for gain in added for part in (gain.mean, wording.interval(gain, 1)))) in page
 
 
-def test_the_page_quotes_textures_on_two_cores(make, run):
+def test_the_page_quotes_textures_on_two_cores(make, stages):
     page = " ".join(make.PAGE.read_text().split())
     search = Results(TASKS["gp"], make.study("gp", "small-choice").records())
     first: tuple[dict, dict] = ({}, {})
@@ -373,9 +380,9 @@ def test_the_page_quotes_textures_on_two_cores(make, run):
 
     results = Results(TASKS["gp"], make.study("gp", "small").records())
     without, ours = results.measured
-    for c, arm in ((without, run.SMALL.grid[0]), (ours, run.SMALL.grid[1])):
+    for c, arm in ((without, stages.SMALL.grid[0]), (ours, stages.SMALL.grid[1])):
         assert (
-            run.small(arm, run.chosen("gp", search="small-choice", **arm)[0]).items()
+            stages.small(arm, stages.chosen("gp", search="small-choice", **arm)[0]).items()
             >= {name: c.settings[name] for name in (*CHOSEN, "size", "channels", "exact", "p_small", "p_large")}.items()
         )
         assert set(c.values("accuracy")) == set(range(24))
@@ -498,19 +505,19 @@ def test_the_page_says_how_long_training_overfits(make):
     assert f"while the training loss falls to {fitted:.1f}" in page
 
 
-def test_the_page_compares_textures_at_the_same_settings(make, run):
+def test_the_page_compares_textures_at_the_same_settings(make, stages):
     page = " ".join(make.PAGE.read_text().split())
     results = Results(TASKS["gp"], make.study("gp", "choice").records())
-    wanted = {"size": 256, **run.gp_protocol(run.MASKED)}
+    wanted = {"size": 256, **stages.gp_protocol(stages.MASKED)}
     same = [c for c in results.measured if wanted.items() <= c.settings.items()]
     without, masked = (f"{results.estimate(c).mean:.1f}" for c in same)
     assert f"without masks the very same settings give {without} at 256 pixels, where masks give {masked}" in page
-    for arm, tried in zip(run.ARMS, (66, 66, 30, 30), strict=True):
-        at = run.textures(256, arm)
+    for arm, tried in zip(stages.ARMS, (66, 66, 30, 30), strict=True):
+        at = stages.textures(256, arm)
         wanted = {name: at[name] for name in ("size", *arm)}.items()
         assert len([c for c in results.measured if wanted <= c.settings.items()]) == tried
     assert "66 combinations for whole images and 30 for crops" in page
-    whole = {**run.WHOLE, "size": 256, "epochs": 2}.items()
+    whole = {**stages.WHOLE, "size": 256, "epochs": 2}.items()
     short = [c for c in results.measured if whole <= c.settings.items()]
     assert len(short) == 12
     assert f"has {max(results.estimate(c).mean for c in short):.1f}." in page
@@ -616,13 +623,13 @@ def test_the_page_quotes_the_losses_of_cifar10(make):
     assert max(value for c in found.values() for value in c.values("pgd_8").values()) == 0
 
 
-def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
+def test_trials_are_run_once_and_kept(run, stages, tmp_path, monkeypatch, capsys):
     tiny = {"size": 32, "blocks": (1, 1), "channels": 8, "passes": 1, "test_per_class": 1, "precision": "32-true"}
 
     def start(file, rates):
         judge = "validation" if file == "choice" else "test"
         stage = run.Stage([{**tiny, "epochs": 1, "lr": rate, "judge": judge} for rate in rates], (7,), file)
-        monkeypatch.setattr(run, "STAGES", {"gp": {"stage": lambda: stage}})
+        monkeypatch.setattr(stages, "STAGES", {"gp": {"stage": lambda: stage}})
         arguments = ["gp", "stage", "--workers", "1", "--folder", str(tmp_path / file), "--to", str(tmp_path)]
         monkeypatch.setattr("sys.argv", ["run.py", *arguments])
         run.main()
@@ -630,12 +637,12 @@ def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
         assert all(record.state == "complete" for record in records)
         return re.findall(r"(\d+) trials are", capsys.readouterr().out), [r.settings["lr"] for r in records]
 
-    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
     assert start("choice", [0.1, 0.01]) == (["2"], [0.1, 0.01])
     monkeypatch.setattr(run, "train", lambda study, home, options, *_: work(study, home, options))  # no more processes
     assert start("choice", [0.01, 0.1]) == (["0"], [0.1, 0.01])
     assert start("choice", [0.01, 0.001]) == (["1"], [0.1, 0.01, 0.001])  # a search keeps what it has tried
-    assert len(run.chosen("gp", 5)) == 3
+    assert len(stages.chosen("gp", 5)) == 3
     assert start("trials", [0.1]) == (["1"], [0.1])
     assert start("trials", [0.1, 0.01]) == (["1"], [0.1, 0.01])
     earlier = tmp_path / "gp" / "earlier.json"
@@ -645,7 +652,7 @@ def test_trials_are_run_once_and_kept(run, tmp_path, monkeypatch, capsys):
     assert [record.settings["lr"] for record in Archive(earlier).records()] == [0.1, 0.01]
 
 
-def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
+def test_a_search_goes_beyond_its_ends(stages, tmp_path, monkeypatch):
     found = {0.0: {0.001: 0.7, 0.003: 0.8}, 0.5: {0.001: 0.7, 0.003: 0.6}, 0.9: {0.0003: 0.5, 0.001: 0.7, 0.003: 0.6}}
     records = [
         Record(
@@ -657,8 +664,8 @@ def test_a_search_goes_beyond_its_ends(run, tmp_path, monkeypatch):
         for p, values in found.items()
         for lr, value in values.items()
     ]
-    monkeypatch.setattr(run, "Archive", lambda path: SimpleNamespace(records=lambda: records))
-    search = run.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,))
+    monkeypatch.setattr(stages, "Archive", lambda path: SimpleNamespace(records=lambda: records))
+    search = stages.Images("auc", [{"batch_size": 32, "p": p} for p in found], {}, (100,))
     assert [(point["p"], point["lr"]) for point in search.edge().points] == [(0.0, 0.01), (0.5, 0.0003)]
     assert [point["lr"] for point in search.final().points] == [0.003, 0.001, 0.001]
     assert all(point["epochs"] == 3 for point in (*search.edge().points, *search.final().points))  # not the preset's
