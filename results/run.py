@@ -1,21 +1,23 @@
 """Runs the trials that the results are made of, most on a GPU: `python results/run.py TASK STAGE [--seconds N]`.
 
-What the stages of a task are, `stages.py` says; they come one after the other. Trials that are in `results/TASK` are
-not run again; when the time is up, those that are done are kept, and the same command goes on. Where a search went on
-and found better settings, trials of the old ones move to `earlier.json`. `python results/make.py` then makes the tables
-and the page.
+The stages of a task, in `textures.py` and `photographs.py`, come one after the other, and each takes what those before
+it found best on validation data. Trials that are in `results/TASK` are not run again; when the time is up, those that
+are done are kept, and the same command goes on. Where a search went on and found better settings, trials of the old
+ones move to `earlier.json`. `python results/make.py` then makes the tables and the page.
 """
 
 import argparse
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import stages
+import photographs
+import search
+import textures
 from rich.console import Console
-from stages import Settings, Stage
+from search import Settings, Stage
 
 from backdrop.experiments.records import Record
 from backdrop.experiments.study import live
@@ -28,6 +30,7 @@ from backdrop.experiments.task import trial_key
 from backdrop.experiments.tasks import TASKS
 from backdrop.experiments.train import Options
 
+STAGES: dict[str, dict[str, Callable[[], Stage]]] = {"gp": textures.STAGES, **photographs.STAGES}
 EARLIER = "earlier"  # the file of what was judged by test images before the search went on
 
 
@@ -41,7 +44,7 @@ def settings_of(task: str, stage: Stage) -> dict[str, Settings]:
 
 def kept(task: str, stage: Stage) -> tuple[list[Record], list[Record]]:
     """The trials that are there, and those of them that were judged by test images and are not asked for any more."""
-    path, kind = stages.ROOT / task / f"{stage.file}.json", TASKS[task]
+    path, kind = search.ROOT / task / f"{stage.file}.json", TASKS[task]
     records = Archive(path).records() if path.exists() else []
     if all(point.get("judge") == "validation" for point in stage.points):
         return records, []  # all that was tried counts
@@ -84,22 +87,22 @@ def train(study: Study, home: Path, options: Options, workers: int, seconds: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=stages.STAGES)
-    parser.add_argument("stage", help="; ".join(f"{task}: {', '.join(names)}" for task, names in stages.STAGES.items()))
+    parser.add_argument("task", choices=STAGES)
+    parser.add_argument("stage", help="; ".join(f"{task}: {', '.join(names)}" for task, names in STAGES.items()))
     parser.add_argument("--seconds", type=int, default=0, help="stop after so many; 0 for never")
     parser.add_argument("--workers", type=int, default=8, help="trials at the same time")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="for the study, while it runs")
     parser.add_argument(
-        "--to", type=Path, default=stages.ROOT, help="where TASK/FILE.json is written, with what was there"
+        "--to", type=Path, default=search.ROOT, help="where TASK/FILE.json is written, with what was there"
     )
     parser.add_argument("--graphs", action="store_true", help="as of `backdrop run`")
     parser.add_argument("--compile", action="store_true", help="as of `backdrop run`")
     parser.add_argument("--dry", action="store_true", help="only tell what is missing")
     args = parser.parse_args()
-    if args.stage not in stages.STAGES[args.task]:
-        parser.error(f"the stages of {args.task} are {', '.join(stages.STAGES[args.task])}, but got {args.stage!r}")
+    if args.stage not in STAGES[args.task]:
+        parser.error(f"the stages of {args.task} are {', '.join(STAGES[args.task])}, but got {args.stage!r}")
 
-    task, stage = args.task, stages.STAGES[args.task][args.stage]()
+    task, stage = args.task, STAGES[args.task][args.stage]()
     before, replaced = kept(task, stage)
     done = {trial_key(task, all_settings(TASKS[task], record.settings)) for record in before}
     wanted = settings_of(task, stage)
@@ -121,7 +124,7 @@ def main() -> None:
     if not records:
         return
     if replaced:
-        path = stages.ROOT / task / f"{EARLIER}.json"
+        path = search.ROOT / task / f"{EARLIER}.json"
         write(task, EARLIER, [*(Archive(path).records() if path.exists() else []), *replaced], args.to)
     write(task, stage.file, records, args.to)
 

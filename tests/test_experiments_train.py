@@ -458,6 +458,17 @@ def test_where_gradients_are_skipped_nothing_is_compiled_or_recorded(tmp_path, m
     assert compiled if not graphs else recordings
 
 
+def test_exact_statistics_train_as_plain_masks_do(tmp_path):
+    settings = {"p_small": 0.99, "p_large": 0.75, "epochs": 2, "passes": 2, "test_per_class": 1}
+
+    def losses(skip):
+        task = GP.with_preset("quick", {**settings, "skip": skip}, seed=3)
+        return [(row["loss"], row.get("test loss")) for row in fit(task, tmp_path / skip, Options(threads=1)).curve]
+
+    assert losses("exact") == losses("off")
+    assert losses("exact") != losses("sampled")
+
+
 @needs_cuda
 @pytest.mark.parametrize(("first", "then"), [(True, True), (True, False), (False, True)])
 def test_a_recorded_trial_goes_on(tmp_path, recordings, first, then):
