@@ -4,6 +4,8 @@ Learning rate, weight decay and length of training are searched on images of a q
 match, and the best of them on images of half the side; once with the paper's best masks, once without.
 """
 
+from typing import Any
+
 from search import POLICIES, Settings, Stage, chosen
 
 from backdrop.experiments.study.plan import all_settings
@@ -159,10 +161,19 @@ def gp_small_final() -> Stage:
 
 
 def gp_small_policies() -> Stage:
+    return Stage([small_strong(skip=policy) for policy in POLICIES], range(24), "small-policies")
+
+
+def gp_small_frozen() -> Stage:
+    """Whether "frozen" wants another learning rate."""
+    points = [small_strong(skip="frozen", lr=rate, judge="validation") for rate in (0.0003, 0.001, 0.003, 0.01)]
+    return Stage(points, range(100, 108), "small-frozen")
+
+
+def small_strong(**changed: Any) -> Settings:
     """The small patches masked more strongly than in the preset, so that skipping pays on a CPU as well."""
     (best,) = chosen("gp", search="small-choice", **SMALL.grid[1])
-    strong = {**SMALL.grid[1], **best, "p_small": 0.99}
-    return Stage([small({**strong, "skip": policy}) for policy in POLICIES], range(24), "small-policies")
+    return small({**SMALL.grid[1], **best, "p_small": 0.99, **changed})
 
 
 STAGES = {
@@ -178,4 +189,5 @@ STAGES = {
     "small-fine": gp_small_fine,
     "small-final": gp_small_final,
     "small-policies": gp_small_policies,
+    "small-frozen": gp_small_frozen,
 }

@@ -232,8 +232,9 @@ def test_the_readme_quotes_the_results(make):
     assert "from {:.2f} to {:.2f}".format(*fall) in readme
     textures = [mean("gp", "accuracy", crop=None, p_small=a, p_large=b) for a, b in ((0.99, 0.94), (0.0, 0.0))]
     assert "at {:.1f}% instead of {:.1f}%".format(*textures) in readme
-    textures = [mean("gp", "accuracy", "small", p_small=p) for p in (0.95, 0.0)]
-    assert "24 training sets: at {:.1f}% instead of {:.1f}%".format(*textures) in readme
+    pairs = ((0.95, 0.75), (0.0, 0.0), (0.0, 0.75))
+    textures = [mean("gp", "accuracy", "small", p_small=fine, p_large=coarse) for fine, coarse in pairs]
+    assert "24 training sets: at {:.1f}% instead of {:.1f}%, and at {:.1f}% with the coarse".format(*textures) in readme
     photographs = Results(TASKS["cifar10"], make.study("cifar10").records())
     assert all(photographs.gain(c).mean < 0 for c in photographs.measured if c.settings["p"])
     assert "on CIFAR-10, where no mask lowers the loss" in readme
@@ -390,6 +391,7 @@ def test_the_page_quotes_textures_on_two_cores(make, textures):
         names = (*CHOSEN, "size", "channels", "exact", "skip")
         assert {name: c.settings[name] for name in names} == {name: points[masks][name] for name in names}
         assert set(c.values("accuracy")) == set(range(24))
+    assert set(found) == set(points)
     without, ours = found[0.0, 0.0], found[0.95, 0.75]
     best = [search.estimate(search.best(c for c in search.measured if search.is_masked(c) is m)) for m in (True, False)]
     assert {each.n for each in best} == {8}
@@ -417,6 +419,41 @@ def test_the_page_quotes_textures_on_two_cores(make, textures):
     assert f"has {best:.1f}, where five others have {fifth:.1f} to {five[0]:.1f}" in page
     (final,) = (c for c in whole if textures.gp_protocol(textures.WHOLE).items() <= c.settings.items())
     assert f"at 512 pixels in the end has {usual.estimate(final).mean:.1f} here" in page
+
+
+def test_the_page_judges_the_claims_on_two_cores(make):
+    page = " ".join(make.PAGE.read_text().split())
+    results = Results(TASKS["gp"], make.study("gp", "small").records())
+    found = {(c.settings["p_small"], c.settings["p_large"]): c for c in results.measured}
+    none, both, fine, coarse, strong = (0.0, 0.0), (0.95, 0.75), (0.95, 0.0), (0.0, 0.75), (0.99, 0.94)
+
+    def ahead(one, other, metric="accuracy", points=""):
+        gain = estimate(paired(found[one].values(metric), found[other].values(metric)).values())
+        assert gain.low > 0
+        return f"{gain.mean:.1f}{points} ({wording.interval(gain, 1)})"
+
+    def row(claim, here, holds):
+        assert f"| {claim} | {here} | {holds} |" in page
+
+    raised = f"by {ahead(coarse, none, points=' points')} with the large mask, by {ahead(both, none)} with both"
+    row("Masks raise the accuracy.", raised, "yes")
+    alone = f"the large mask alone is ahead by {ahead(coarse, both, points=' points')}"
+    row("Both masks together are best.", alone, "no")
+    large = f"by {ahead(coarse, none, 'large', ' points')}, and the small scale by {ahead(coarse, none, 'small')}"
+    row("The large mask alone improves the large scale.", large, "yes")
+    lost, gained = ahead(none, fine, "small", " points"), ahead(fine, none, "large")
+    row("The small mask alone improves the small scale.", f"which loses {lost}; the large scale gains {gained}", "no")
+    row(
+        "Too much of both is worse again.",
+        f"(0.99, 0.94) is behind (0.95, 0.75) by {ahead(both, strong, points=' points')}",
+        "yes",
+    )
+    policies = Results(TASKS["gp"], make.study("gp", "small-policies").records())
+    (stronger,) = (policies.estimate(c).mean for c in policies.measured if c.settings["skip"] == "exact")
+    weaker = [results.estimate(found[masks]).mean for masks in (coarse, both)]
+    quoted = "{:.1f}, {:.1f} and [{:.1f}](#skip-and-batch-statistics) with p_small = 0, 0.95 and 0.99"
+    assert quoted.format(*weaker, stronger) in page
+    assert f"the easier one, at {results.estimate(found[none], 'small').mean:.1f} without masks" in page
 
 
 def test_the_page_shows_every_round_of_crops(make):
