@@ -203,16 +203,16 @@ def policies():
 def small_policies():
     """The same for textures on two CPU cores, where "exact" is what plain masks are, bit for bit."""
     results = Results(TASKS["gp"], study("gp", "small-policies").records())
-    found = {c.settings["skip"]: c for c in results.measured}
-    time = {policy: statistics.mean(record.seconds for record in c.complete) for policy, c in found.items()}
+    order = ("exact", "sampled", "frozen")
+    found = sorted(results.measured, key=lambda c: (order.index(c.settings["skip"]), -c.settings["lr"]))
+    times = [statistics.mean(record.seconds for record in c.complete) for c in found]
     rows = []
-    for policy in ("exact", "sampled", "frozen"):
-        c = found[policy]
-        less = estimate(paired(c.values("accuracy"), found["exact"].values("accuracy")).values())
+    for c, time in zip(found, times, strict=True):
+        less = estimate(paired(c.values("accuracy"), found[0].values("accuracy")).values())
         means = [wording.plus_minus(results.estimate(c, metric), digits) for metric, digits in SCALES.items()]
-        by = "" if policy == "exact" else change(less, 1)
-        rows.append([policy, *means, by, f"{time[policy]:.0f}", f"{time['exact'] / time[policy]:.2f}"])
-    headings = ["batch statistics", *map(wording.metric_name, SCALES), 'less what it is with "exact"']
+        cells = [c.settings["skip"], wording.value(c.settings["lr"]), *means, change(less, 1) if rows else ""]
+        rows.append([*cells, f"{time:.0f}", f"{times[0] / time:.2f}"])
+    headings = ["batch statistics", "lr", *map(wording.metric_name, SCALES), 'less what it is with "exact"']
     return table([*headings, "seconds of training", "times as fast"], rows, words=1)
 
 

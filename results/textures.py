@@ -160,8 +160,10 @@ def gp_small_final() -> Stage:
     return Stage([small(point) for point in points], range(24), "small")
 
 
-def gp_small_policies() -> Stage:
-    return Stage([small_strong(skip=policy) for policy in POLICIES], range(24), "small-policies")
+def small_strong(**changed: Any) -> Settings:
+    """The small patches masked more strongly than in the preset, so that skipping pays on a CPU as well."""
+    (best,) = chosen("gp", search="small-choice", **SMALL.grid[1])
+    return small({**SMALL.grid[1], **best, "p_small": 0.99, **changed})
 
 
 def gp_small_frozen() -> Stage:
@@ -170,10 +172,11 @@ def gp_small_frozen() -> Stage:
     return Stage(points, range(100, 108), "small-frozen")
 
 
-def small_strong(**changed: Any) -> Settings:
-    """The small patches masked more strongly than in the preset, so that skipping pays on a CPU as well."""
-    (best,) = chosen("gp", search="small-choice", **SMALL.grid[1])
-    return small({**SMALL.grid[1], **best, "p_small": 0.99, **changed})
+def gp_small_policies() -> Stage:
+    """All with the learning rate that was best for plain masks, and "frozen" with its own as well."""
+    (best,) = chosen("gp", search="small-frozen")
+    points = [*(small_strong(skip=policy) for policy in POLICIES), small_strong(skip="frozen", lr=best["lr"])]
+    return Stage(points, range(24), "small-policies")
 
 
 STAGES = {
@@ -188,6 +191,6 @@ STAGES = {
     "small-coarse": gp_small_coarse,
     "small-fine": gp_small_fine,
     "small-final": gp_small_final,
-    "small-policies": gp_small_policies,
     "small-frozen": gp_small_frozen,
+    "small-policies": gp_small_policies,
 }

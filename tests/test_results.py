@@ -67,7 +67,7 @@ def test_the_tables_are_in_step_with_the_trials(make, path):
     results = Results(TASKS[path.parent.name], make.study(path.parent.name, path.stem).records())
     assert path.with_name(f"{stem}-trials.csv").read_bytes() == exports.trials(results)
     assert path.with_name(f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
-    judge = "validation" if path.stem in ("choice", "small-choice", "variants", "turned") else "test"
+    judge = "validation" if path.stem in ("choice", "small-choice", "small-frozen", "variants", "turned") else "test"
     assert all(record.settings["judge"] == judge for record in results.records)
     assert all(record.state == "complete" for record in results.records)
 
@@ -545,24 +545,31 @@ def test_the_page_quotes_the_policies_of_the_quick_preset(make):
 def test_the_page_quotes_the_policies_on_two_cores(make):
     page = " ".join(make.PAGE.read_text().split())
     results = Results(TASKS["gp"], make.study("gp", "small-policies").records())
-    found = {c.settings["skip"]: c for c in results.measured}
+    found = {(c.settings["skip"], c.settings["lr"]): c for c in results.measured}
+    exact = found["exact", 0.003]
     assert all(set(c.values("accuracy")) == set(range(24)) for c in found.values())
     assert {(c.settings["p_small"], c.settings["p_large"]) for c in found.values()} == {(0.99, 0.75)}
-    by = {
-        metric: {
-            policy: estimate(paired(found[policy].values(metric), found["exact"].values(metric)).values())
-            for policy in ("sampled", "frozen")
-        }
-        for metric in ("accuracy", "small", "large")
-    }
-    sampled, frozen = by["accuracy"].values()
+
+    def less(policy, rate, metric="accuracy"):
+        return estimate(paired(found[policy, rate].values(metric), exact.values(metric)).values())
+
+    sampled, frozen, lower = less("sampled", 0.003), less("frozen", 0.003), less("frozen", 0.001)
     assert f'"exact", with {sampled.mean:.1f} points more ({wording.interval(sampled, 1)})' in page
     assert f"loses {-frozen.mean:.1f} points ({-frozen.high:.1f} to {-frozen.low:.1f})" in page
-    assert by["small"]["frozen"].mean < 2 * by["large"]["frozen"].mean < 0
-    time = {policy: sum(record.seconds for record in c.records) for policy, c in found.items()}
-    assert f"trains {time['exact'] / time['sampled']:.2f} times as fast" in page
+    assert less("frozen", 0.003, "small").mean < 2 * less("frozen", 0.003, "large").mean < 0
+    assert f"{-lower.mean:.1f} points less than " in page
+    assert f"could be {-lower.low:.1f} less or {lower.high:.1f} more: better at the small scale, worse at the" in page
+    assert less("frozen", 0.001, "small").low > 0 > less("frozen", 0.001, "large").high
+    time = [sum(record.seconds for record in c.records) for c in (exact, found["sampled", 0.003])]
+    assert f"trains {time[0] / time[1]:.2f} times as fast" in page
     for name in ("README.md", "docs/skip.md", "docs/results.md"):
         assert f"{-frozen.mean:.0f} points" in (ROOT / name).read_text()
+    search = Results(TASKS["gp"], make.study("gp", "small-frozen").records())
+    tried = {c.settings["lr"]: search.estimate(c) for c in search.measured}
+    assert {each.n for each in tried.values()} == {8}
+    assert max(tried, key=lambda rate: tried[rate].mean) == 0.001
+    quoted = "{:.1f}, {:.1f}, {:.1f} and {:.1f} with 0.0003, 0.001, 0.003 and 0.01"
+    assert quoted.format(*(tried[rate].mean for rate in (0.0003, 0.001, 0.003, 0.01))) in page
 
 
 def test_the_page_says_how_long_training_overfits(make):
