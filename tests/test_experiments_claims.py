@@ -1,6 +1,7 @@
 """The paper's sentences, held against records in which they are true, false or not to be told."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -41,6 +42,14 @@ def test_the_opposite_is_found_too(name):
 def test_a_loss_that_rises_is_no_gain(name, which):
     records = getattr(made_up, name)()
     assert claims(name, mirrored(records))[which].verdict == "no"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_was_measured_has_numbers_and_how_many_seeds(name):
+    for claim in claims(name, getattr(made_up, name)()):
+        if claim.verdict != "not measured":
+            assert re.search(r"\d seeds?\b|\bn = \d", claim.here), claim
+            assert "±" in claim.here or "configurations" in claim.here, claim
 
 
 @pytest.mark.parametrize("name", CLAIMS)

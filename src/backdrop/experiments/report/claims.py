@@ -15,6 +15,7 @@ from backdrop.experiments.report.judging import (
     ends,
     everywhere,
     judge,
+    leading,
     named,
     reduction,
     values,
@@ -115,7 +116,7 @@ def ponce_claims(results: Results) -> list[Claim]:
         return [*claims, Claim(claim, IN_WORDS)]
     small = best.settings["batch_size"] <= sorted(sizes)[(len(sizes) - 1) // 2]
     agrees = small and best.settings.get("p", 0.0) >= p[len(p) // 2]
-    return [*claims, Claim(claim, IN_WORDS, f"best mean: {named(results, best)}", "yes" if agrees else "no")]
+    return [*claims, Claim(claim, IN_WORDS, leading(results, best, named(results, best)), "yes" if agrees else "no")]
 
 
 def cifar10_claims(results: Results) -> list[Claim]:
@@ -133,7 +134,10 @@ def cifar10_claims(results: Results) -> list[Claim]:
         low, high = (wording.number(end(g.mean for g in gains), 1, signed=True) for end in (min, max))
         signs = [gain.beyond() for gain in gains]
         better, worse = signs.count(True), signs.count(False)
-        here = f"{low} to {high} points; of {len(gains)} configurations {better} are surely better, {worse} worse"
+        seeds = wording.count(min(gain.n for gain in gains), "seed")
+        here = (
+            f"{low} to {high} points; of {len(gains)} configurations {better} are surely better, {worse} worse; {seeds}"
+        )
         agrees = 0 < better < len(gains) and not worse
         claims.append(Claim(claim, IN_WORDS, here, "yes" if agrees else "no" if better or worse else "not clear"))
     else:
@@ -168,7 +172,7 @@ def auc_claims(results: Results) -> list[Claim]:
     least, most = ends(sizes) or (32, 2048)
     effect = paired(values(sizes[most].best, "auc"), values(sizes[least].plain, "auc")) if ends(sizes) else {}
     return [
-        everywhere("Masks improve every batch size.", "32, 256 and 2048", gains),
+        everywhere("Masks improve every batch size.", "32, 256 and 2048", gains, digits=4),
         judge(
             f"At {most}, masks gain more than batches of {least} do.",
             "with 2048 and 32",
@@ -234,9 +238,9 @@ def latent_claims(results: Results) -> list[Claim]:
     claim, paper = "The best has both masks.", "(0.94, 0.97) at batch size 2048"
     if best is None or not (only_x or only_d) or len(only_x + only_d) == len(masked):
         return [*claims, Claim(claim, paper)]
-    here = f"best mean: ({wording.value(best.settings['p_x'])}, {wording.value(best.settings['p_d'])}) at {most}"
+    pair = f"({wording.value(best.settings['p_x'])}, {wording.value(best.settings['p_d'])}) at {most}"
     both = bool(best.settings["p_x"] and best.settings["p_d"])
-    return [*claims, Claim(claim, paper, here, "yes" if both else "no")]
+    return [*claims, Claim(claim, paper, leading(results, best, pair, 2), "yes" if both else "no")]
 
 
 CLAIMS: Mapping[str, Callable[[Results], list[Claim]]] = {

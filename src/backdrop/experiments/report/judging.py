@@ -23,6 +23,7 @@ __all__ = [
     "ends",
     "everywhere",
     "judge",
+    "leading",
     "named",
     "reduction",
     "values",
@@ -116,6 +117,12 @@ def named(results: Results, configuration: Configuration | None) -> str:
     return wording.label(configuration.settings, [*others, *results.task.masks])
 
 
+def leading(results: Results, best: Configuration, name: str, digits: int = 1) -> str:
+    """Which configuration has the best mean, and what it is."""
+    found = results.estimate(best)
+    return f"best mean: {name} ({wording.plus_minus(found, digits)}, n = {found.n})" if found else ""
+
+
 class Size(NamedTuple):
     """What was measured with one batch size: the best without masks, the best with them, the one with the highest p."""
 
@@ -139,18 +146,20 @@ def by_size(results: Results) -> dict[int, Size]:
     return found
 
 
-def everywhere(claim: str, paper: str, effects: Mapping[int, Effects]) -> Claim:
+def everywhere(claim: str, paper: str, effects: Mapping[int, Effects], digits: int = 1) -> Claim:
     """A claim of every batch size."""
     gains = {size: found for size, effect in effects.items() if (found := estimate(effect.values()))}
     if not gains:
         return Claim(claim, paper)
     signs = {size: gain.beyond() for size, gain in gains.items()}
     words = {True: "better", False: "worse", None: "not clear"}
+    means = {size: f"{size} ({wording.plus_minus(gain, digits, signed=True)})" for size, gain in gains.items()}
     here = "; ".join(
-        f"{word} at {', '.join(str(size) for size, found in signs.items() if found is sign)}"
+        f"{word} at {', '.join(means[size] for size, found in signs.items() if found is sign)}"
         for sign, word in words.items()
         if sign in signs.values()
     )
+    here += f"; {wording.count(min(gain.n for gain in gains.values()), 'seed')}"
     if True in signs.values():
         return Claim(claim, paper, here, "yes" if all(signs.values()) else "partly")
     return Claim(claim, paper, here, "no" if False in signs.values() else "not clear")
