@@ -25,7 +25,7 @@ from torch import nn
 
 from backdrop import Backdrop2d, skip_blocked
 from backdrop.experiments import models
-from backdrop.skip import cost
+from backdrop.graph import cost
 from backdrop.textures import PAPER_WEIGHTS, Texture, TextureDataset
 from bench_layer import machine
 

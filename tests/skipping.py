@@ -3,10 +3,15 @@
 import copy
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
-from backdrop.skip import cost, skip_blocked
+from backdrop.graph import cost
+from backdrop.skip import skip_blocked
+
+# torch's own, while it captures
+captures = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @dataclass
@@ -54,12 +59,12 @@ def assert_close(expected, actual, tolerance, what=""):
     assert error <= tolerance * size + 1e-3 * tolerance, f"{what}: {error:.2e} of {size:.2e}"
 
 
-def check(model, *inputs, seed=0, tolerance=1e-10, **settings):
-    """The skipping copy of a model in training gives the same step; returns the copy.
+def check(model, *inputs, seed=0, tolerance=1e-10, when="always", **settings):
+    """The skipping copy of a model in training gives the same step; returns the copy. It skips even where that costs.
 
     Outputs come from the same calls, but torch's libraries may round float64 sums differently from call to call.
     """
-    fast = skip_blocked(model, **settings)
+    fast = skip_blocked(model, when=when, **settings)
     plain = copy.deepcopy(model)
     a, b = step(plain, *inputs, seed=seed), step(fast, *inputs, seed=seed)
     assert_close(a.output, b.output, tolerance, "output")

@@ -10,8 +10,8 @@ from torch import nn
 import processes
 from backdrop import Backdrop, Backdrop2d, Skip, distributed
 from backdrop.distributed import all_gather
+from backdrop.graph import cost
 from backdrop.losses import class_distance_loss, rank_statistic_loss, soft_f_beta_loss, squared_hinge_auc_loss
-from backdrop.skip import cost
 
 LOSSES = {
     "rank statistic": lambda x, y, **more: rank_statistic_loss(x[:, 0], y, **more),

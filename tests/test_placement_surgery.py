@@ -10,10 +10,13 @@ from torch import nn
 
 from backdrop import Backdrop, Backdrop2d
 from backdrop.functional import mask_gradient
+from backdrop.graph.capture import Capture
 from backdrop.placement import insert, remove
 from backdrop.schedules import LinearP
 from foreign import import_or_skip
 from skipping import always_skip, assert_same_gradients, check, ran_windows, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
 
 
 def network(inplace=False):
@@ -57,7 +60,7 @@ class Pair(nn.Module):
 
 
 class Decides(nn.Module):
-    """What torch.fx cannot follow."""
+    """What torch.compile's front end cannot follow: a graph break."""
 
     def __init__(self, inner):
         super().__init__()
@@ -96,7 +99,7 @@ def test_a_copy_is_changed_and_the_model_is_not():
     assert pickle.dumps(model) == before
     assert type(masked) is nn.Sequential
     assert type(masked[0]) is nn.Conv2d
-    assert not masked[1].inplace, "its input is a mask's output"
+    assert masked[1].inplace, "what follows a mask gets a copy"
     assert masked[4].inplace
     assert masked.state_dict().keys() == model.state_dict().keys()
     masked.load_state_dict(model.state_dict())
@@ -177,7 +180,6 @@ def test_models_that_cannot_be_followed():
     a, b = gradients(masked, images()), gradients(plain, images())
     for left, right in zip(a.parameters.values(), b.parameters.values(), strict=True):
         assert torch.equal(left, right)
-    assert masked.inner[1].inplace, "nobody knows what follows, so the mask's output is copied instead"
 
 
 def test_modules_that_call_whatever_is_in_them():
@@ -191,8 +193,18 @@ def test_modules_that_call_whatever_is_in_them():
                 x = child(x)
             return x
 
-    with pytest.raises(ValueError, match=r"'0', whose forward calls all modules in it, .* name the last module in it"):
-        insert(nn.Sequential(All()), {"0": Backdrop(0.5)})
+    class ByHelper(All):
+        def forward(self, x):
+            return self.run(x)
+
+        def run(self, x):
+            for name in [name for name, _ in self.named_children()]:
+                x = self.get_submodule(name)(x)
+            return x
+
+    for model in (All(), ByHelper()):
+        with pytest.raises(ValueError, match=r"'0', whose forward calls all modules in it, .* name the last module in"):
+            insert(nn.Sequential(model), {"0": Backdrop(0.5)})
     insert(nn.Sequential(All()), {"0.second": Backdrop(0.5)})
     twice = nn.Linear(3, 3)
     insert(nn.Sequential(twice, nn.Tanh(), twice), {"0": Backdrop(0.5)})
@@ -231,7 +243,7 @@ def test_skipping_with_outputs_that_are_no_tensor(monkeypatch):
         assert all(entry.last.endswith("of 32 samples ran with gradients") for entry in fast.skip_report)
 
 
-def test_skipping_several_outputs_where_torch_fx_cannot_follow(monkeypatch):
+def test_skipping_several_outputs_before_a_graph_break(monkeypatch):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -246,7 +258,8 @@ def test_skipping_several_outputs_where_torch_fx_cannot_follow(monkeypatch):
     fast = check(insert(Model().double(), {"pair": Backdrop(0.75)}), x)
     (entry,) = fast.skip_report
     assert entry.mask == "pair.backdrop"
-    assert entry.last.startswith("plain: the module before it returns several values")
+    assert entry.skipped == ["pair.first", "pair.second"]
+    assert entry.last.endswith("of 32 samples ran with gradients")
 
 
 def test_copies_and_storage():
@@ -278,10 +291,10 @@ def test_skipping_samples(monkeypatch):
     fast = check(masked, images(16, 12))
     assert [entry.skipped for entry in fast.skip_report] == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     assert all(entry.last.endswith("of 16 samples ran with gradients") for entry in fast.skip_report)
-    assert not any(entry.kept for entry in fast.skip_report)
+    assert [entry.kept for entry in fast.skip_report] == [[], [("3.backdrop", "another mask ends here")]]
 
 
-def test_skipping_what_torch_fx_follows_in_part(monkeypatch):
+def test_skipping_behind_a_graph_break(monkeypatch):
     always_skip(monkeypatch)
     masked = insert(Decides(network()), {"inner": Backdrop(0.9), "inner.1": Backdrop2d(0.9)})
     fast = check(masked, images(16, 24))
@@ -321,6 +334,40 @@ def test_a_resnet():
         copied(x).sum().backward()
         assert not torch.equal(copied.conv1.weight.grad, masked.conv1.weight.grad), name
         assert repr(remove(masked)) == repr(model)
+
+
+@pytest.mark.parametrize("places", [["0"], ["0.first"], ["0.wide"], ["0.wide", "0"]])
+def test_captured_in_one_graph(places):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.wide, self.pair = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Pair()
+
+        def forward(self, x):
+            return self.pair(self.wide(self.first(x)).mul_(2))
+
+    graphs = []
+
+    def backend(graph):
+        graphs.append(graph)
+        return lambda *_: [torch.zeros(3, width) for width in (5, 6)]
+
+    capture = Capture(insert(nn.Sequential(Wide()), {name: Backdrop(0.5) for name in places}).train().forward, backend)
+    capture(torch.randn(3, 4))
+    calls = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert len(graphs) == 1, capture.breaks
+    assert calls.count("backdrop.mask") == len(places) + ("0" in places)  # the pair is two tensors
+    assert "clone" not in calls
+
+
+def test_inserting_changes_no_state():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    masked = insert(model, {"1": Backdrop(0.5)})
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+        assert torch.equal(masked.state_dict()[name], value)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ LIST = HERE / "public_api.txt"
 MODULES = [
     "backdrop",
     "backdrop.functional",
+    "backdrop.graph",
     "backdrop.skip",
     "backdrop.placement",
     "backdrop.losses",

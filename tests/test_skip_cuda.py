@@ -4,20 +4,20 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from backdrop import Backdrop, Backdrop2d, _kernels, skip_blocked
-from backdrop.skip import statistics, windows
-from backdrop.skip.finish import Finish, Moments, finish
+from backdrop.graph import cost
+from backdrop.skip import engine, statistics, windows
+from backdrop.skip.epilogue import Epilogue, Moments, finish
 from backdrop.skip.windows import find_windows
-from skipping import always_skip, assert_close, assert_same_gradients, ran_windows, step
+from skipping import assert_close, assert_same_gradients, captures, ran_windows, step
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [captures, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture(autouse=True)
-def _always(monkeypatch):
-    always_skip(monkeypatch)
+def _full_precision(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -47,13 +47,13 @@ def test_float64_has_the_gradients_of_the_plain_pair(order, mask):
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     x = torch.randn(12, 1, 60, 75, dtype=torch.float64, device="cuda")
-    assert_same_gradients(step(copy.deepcopy(model), x), step(skip_blocked(model), x))
+    assert_same_gradients(step(copy.deepcopy(model), x), step(skip_blocked(model, when="always"), x))
 
 
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
 @pytest.mark.parametrize("order", ["relu first", "norm first", "no norm"])
 def test_kernels_against_plain_operations_on_windows(policy, order, monkeypatch):
-    fast = skip_blocked(network(Backdrop2d(0.99), order), statistics=policy)
+    fast = skip_blocked(network(Backdrop2d(0.99), order), statistics=policy, when="always")
     x = torch.randn(4, 1, 60, 75, device="cuda")
     slow = copy.deepcopy(fast)
     with_kernels = step(fast, x)
@@ -78,7 +78,7 @@ def test_finish_kernels(dtype, relu_first, relu_last, norm, outside, channels, m
     ranges = torch.tensor([[[0, 7], [0, 9]], [[2, 7], [0, 3]], [[0, 1], [8, 9]], [[0, 0], [0, 0]], [[3, 4], [2, 9]]])
     inside = ranges.int().cuda() if outside else None
     cells = 100 if norm == "sampled" else None
-    how = Finish(relu_first, Moments(mean, deviation) if norm else None, cells, relu_last, inside, (2, 3), -2.5)
+    how = Epilogue(relu_first, Moments(mean, deviation) if norm else None, cells, relu_last, inside, (2, 3), -2.5)
     upstream = (
         torch.randn(x.shape, device="cuda", generator=make).to(dtype).contiguous(memory_format=torch.channels_last)
     )
@@ -96,6 +96,17 @@ def test_finish_kernels(dtype, relu_first, relu_last, norm, outside, channels, m
         assert_close(slow.float(), fast.float(), tolerance)
 
 
+def normalising_call(layer, x):
+    """The call that a layer makes, as a node of a graph, and the values of what it takes."""
+    graph = fx.Graph()
+    given = {"input": x, "running_mean": layer.running_mean, "running_var": layer.running_var}
+    given |= {"weight": layer.weight, "bias": layer.bias}
+    nodes = {name: graph.placeholder(name) for name in given}
+    settings = {"training": True, "momentum": layer.momentum, "eps": layer.eps}
+    call = graph.call_function(nn.functional.batch_norm, kwargs={**nodes, **settings})
+    return call, {nodes[name]: value for name, value in given.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 33), (64, 7, 40, 50), (3, 96, 6, 6)])
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
@@ -111,15 +122,16 @@ def test_a_batch_in_parts_has_the_statistics_of_the_whole(dtype, shape, policy, 
     expected = layer(x)
     cut = max(1, shape[0] // 3)
     parts = [x[:cut].clone(), x[cut : cut + 1].clone(), x[cut + 1 :].clone()]
-    got = torch.cat(statistics.normalise_together(other, parts, policy, reuse=True))
+    call, values = normalising_call(other, x)
+    got = torch.cat(statistics.normalise_together(call, values, parts, policy, reuse=True))
     tolerance = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2}[dtype]
     assert_close(expected, got, tolerance)
-    for a, b in zip(layer.buffers(), other.buffers(), strict=True):
-        assert_close(a.double(), b.double(), min(tolerance, 1e-4))
+    for name in ("running_mean", "running_var"):  # the number of batches is counted by the layer, not by the call
+        assert_close(getattr(layer, name).double(), getattr(other, name).double(), min(tolerance, 1e-4))
 
 
 def test_nothing_waits_for_the_device_where_the_gradient_is_dense(monkeypatch):
-    fast = skip_blocked(network(Backdrop2d(0.99)), statistics="sampled")
+    fast = skip_blocked(network(Backdrop2d(0.99)), statistics="sampled", when="always")
     x = torch.randn(4, 1, 60, 75, device="cuda")
     step(fast, x)  # looks at the gradient
     looked = []
@@ -138,7 +150,7 @@ def test_units_without_gradient_are_left_out():
     model = nn.Sequential(
         *block(1, 8, "no norm"), Backdrop2d(0.5), *block(8, 8, "no norm"), Backdrop2d(0.999, exact=True)
     )
-    fast = skip_blocked(model.cuda().double())
+    fast = skip_blocked(model.cuda().double(), when="always")
     x = torch.randn(1, 1, 40, 40, dtype=torch.float64, device="cuda")
     for _ in range(3):
         assert_same_gradients(step(copy.deepcopy(model), x), step(fast, x))
@@ -155,8 +167,8 @@ def test_few_different_numbers_of_windows(monkeypatch):
         counts.add(len(found))
         return found
 
-    monkeypatch.setattr("backdrop.skip.replay.find_windows", watch)
-    fast = skip_blocked(network(Backdrop2d(0.95)), statistics="sampled")
+    monkeypatch.setattr("backdrop.skip.positions.find_windows", watch)
+    fast = skip_blocked(network(Backdrop2d(0.95)), statistics="sampled", when="always")
     x = torch.randn(4, 1, 64, 64, device="cuda")
     for seed in range(20):
         step(fast, x, seed=seed)
@@ -166,7 +178,9 @@ def test_few_different_numbers_of_windows(monkeypatch):
 @pytest.mark.parametrize("policy", ["exact", "sampled"])
 def test_few_different_numbers_of_samples(policy):
     counts = set()
-    fast = skip_blocked(network(Backdrop(0.8), "no norm" if policy == "exact" else "norm first"), statistics=policy)
+    fast = skip_blocked(
+        network(Backdrop(0.8), "no norm" if policy == "exact" else "norm first"), statistics=policy, when="always"
+    )
     x = torch.randn(64, 1, 24, 24, device="cuda")
     for seed in range(20):
         step(fast, x, seed=seed)
@@ -177,7 +191,7 @@ def test_few_different_numbers_of_samples(policy):
 
 @pytest.mark.parametrize("order", ["no norm", "norm first"])
 def test_samples_do_not_wait_for_the_device(order):
-    fast = skip_blocked(network(Backdrop(0.8), order), statistics="sampled")
+    fast = skip_blocked(network(Backdrop(0.8), order), statistics="sampled", when="always")
     x = torch.randn(64, 1, 24, 24, device="cuda")
     for seed in range(20):  # all shapes
         step(fast, x, seed=seed)
@@ -195,7 +209,7 @@ def test_samples_do_not_wait_for_the_device(order):
 @pytest.mark.parametrize("mask", [Backdrop2d(0.99), Backdrop(0.8)])
 def test_autocast(dtype, mask):
     model = network(mask, "no norm")
-    fast, x = skip_blocked(model), torch.randn(12, 1, 60, 75, device="cuda")
+    fast, x = skip_blocked(model, when="always"), torch.randn(12, 1, 60, 75, device="cuda")
     gradients = []
     for each in (model, fast):
         torch.manual_seed(0)
@@ -210,24 +224,30 @@ def test_autocast(dtype, mask):
 def test_channels_last():
     model = network(Backdrop2d(0.99), "no norm").to(memory_format=torch.channels_last)
     x = torch.randn(4, 1, 60, 75, device="cuda")
-    assert_same_gradients(step(copy.deepcopy(model), x), step(skip_blocked(model), x), 1e-4)
+    assert_same_gradients(step(copy.deepcopy(model), x), step(skip_blocked(model, when="always"), x), 1e-4)
 
 
-def test_the_cost_counts_convolutions_merged_with_rectifiers():
+def test_the_cost_counts_convolutions_merged_with_rectifiers(monkeypatch):
     """Samples without gradients run both as one call of cuDNN; the estimate must not miss its multiplications."""
-    x = torch.randn(8, 1, 32, 32)
-    plain, merged = (skip_blocked(network(Backdrop(0.5), "no norm").to(device)) for device in ("cpu", "cuda"))
-    found = []
-    for model, device in ((plain, "cpu"), (merged, "cuda")):
+    seen, decide = [], engine.Part._decide
+    monkeypatch.setattr(
+        engine.Part, "_decide", lambda part, values: seen.append((part, values)) or decide(part, values)
+    )
+    x, found = torch.randn(8, 1, 32, 32), []
+    for device in ("cpu", "cuda"):
+        model = skip_blocked(network(Backdrop(0.5), "no norm").to(device), when="always")
         step(model, x.to(device))
-        ((skip,),) = [plan.skips.values() for plan in model.forward.current[2].plans.values()]
-        found.append(skip.samples.last[0])
+        part, values = seen[-1]
+        with torch.no_grad(), cost.Meter() as meter:
+            part.way.lean(values, 8)
+        assert meter.cost.multiplications == part.cost.multiplications
+        found.append(meter.cost)
     assert found[0].multiplications == found[1].multiplications > 0
     assert found[0].calls > found[1].calls
 
 
 def test_inside_a_cuda_graph_the_plain_model_runs():
-    fast = skip_blocked(network(Backdrop2d(0.9, exact=True), "no norm"))
+    fast = skip_blocked(network(Backdrop2d(0.9, exact=True), "no norm"), when="always")
     x = torch.randn(2, 1, 32, 32, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -1,16 +1,16 @@
-"""Positions dropped: Skip against the plain layer, over random stretches of layers, borders included."""
+"""Positions dropped: Skip against the plain layer, over random segments of layers, borders included."""
 
 import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
-from skipping import ChannelNorm, always_skip, assert_same_gradients, check, ran_windows, step
+from skipping import ChannelNorm, assert_same_gradients, captures, check, ran_windows, step
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 MAX_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
@@ -21,12 +21,7 @@ LARGEST = {1: 40, 2: 15, 3: 7}
 ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.PReLU, lambda: nn.LeakyReLU(0.1))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-
-
-@pytest.fixture(autouse=True)
-def _always(monkeypatch):
-    always_skip(monkeypatch)
+pytestmark = [captures, pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")]
 
 
 def sizes(draw, spatial, low, high):
@@ -74,8 +69,8 @@ def layers(draw, spatial, channels):
 
 
 @st.composite
-def stretches(draw, spatial):
-    """A stretch, some of it nested, and an input that it accepts."""
+def segments(draw, spatial):
+    """A segment, some of it nested, and an input that it accepts."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     channels = draw(st.integers(1, 3))
     x = torch.randn(
@@ -108,16 +103,18 @@ def masks(draw, spatial):
 
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
+@settings(max_examples=15)
 @given(data=st.data())
-def test_random_stretches_have_the_gradients_of_the_plain_pair(spatial, data):
-    stretch, x = data.draw(stretches(spatial))
+def test_random_segments_have_the_gradients_of_the_plain_pair(spatial, data):
+    segment, x = data.draw(segments(spatial))
     mask = data.draw(masks(spatial))
-    check(nn.Sequential(stretch, mask), x, seed=data.draw(st.integers(0, 9)))
+    check(nn.Sequential(segment, mask), x, seed=data.draw(st.integers(0, 9)))
 
 
+@settings(max_examples=15)
 @given(data=st.data())
-def test_two_stretches_in_a_row(data):
-    first, x = data.draw(stretches(2))
+def test_two_segments_in_a_row(data):
+    first, x = data.draw(segments(2))
     channels, *spatial = first(x).shape[1:]
     kernel = min(3, *spatial)
     second = nn.Sequential(nn.Conv2d(channels, 2, kernel, padding=kernel // 2), nn.ReLU()).double()
@@ -131,7 +128,7 @@ def test_outputs_and_buffers_are_the_same_bits(statistics):
     stage = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, 2, 1), nn.MaxPool2d(3, 2)]
     model = nn.Sequential(*stage, Backdrop2d(0.9))
     x = torch.randn(2, 1, 40, 40)
-    a, b = step(copy.deepcopy(model), x), step(skip_blocked(model, statistics=statistics), x)
+    a, b = step(copy.deepcopy(model), x), step(skip_blocked(model, statistics=statistics, when="always"), x)
     assert torch.equal(a.output, b.output)
     for name, buffer in a.buffers.items():
         assert torch.equal(buffer, b.buffers[name]), name
@@ -149,15 +146,14 @@ def test_only_units_with_incoming_gradient_are_computed_again():
 
 
 def test_no_incoming_gradient_gives_zeros():
-    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.5)))
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.5)), when="always")
     x = torch.randn(1, 1, 8, 8, requires_grad=True)
     (model(x) * 0).sum().backward()
     assert not x.grad.any()
     assert not model[0].weight.grad.any()
 
 
-@pytest.mark.parametrize("unit", [(0, 0), (0, 7), (7, 0), (7, 7), (3, 0), (4, 4)])
-def test_one_kept_unit_anywhere(unit, monkeypatch):
+def test_one_kept_unit_anywhere(monkeypatch):
     """At corners, borders and inside, through paddings that reach over one another."""
     stage = nn.Sequential(
         *(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3).eval(), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
@@ -165,15 +161,26 @@ def test_one_kept_unit_anywhere(unit, monkeypatch):
         nn.Conv2d(3, 2, 2),
     ).double()
     weight = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
-    weight[0, 0, unit[0], unit[1]] = 64
-    mask = Backdrop2d(0.9)
     monkeypatch.setattr(Backdrop2d, "draw_weight", lambda self, x: weight)
-    x = torch.randn(1, 1, 15, 15, dtype=torch.float64)
-    fast = step(Skip(stage, mask), x)
-    monkeypatch.setattr(Backdrop2d, "forward", lambda self, x: x if not x.requires_grad else Fixed.apply(x, weight))
-    plain = step(nn.Sequential(stage, mask), x)
-    plain.parameters = {f"module{name[1:]}": grad for name, grad in plain.parameters.items()}
-    assert_same_gradients(plain, fast)
+    skip, plain = Skip(copy.deepcopy(stage), Backdrop2d(0.9), when="always"), nn.Sequential(stage, Fix(weight))
+    for unit in [(0, 0), (0, 7), (7, 0), (7, 7), (3, 0), (4, 4)]:
+        weight.zero_()[0, 0, unit[0], unit[1]] = 64
+        x = torch.randn(1, 1, 15, 15, dtype=torch.float64)
+        fast, slow = step(skip, x), step(plain, x)
+        slow.parameters = {f"module{name[1:]}": grad for name, grad in slow.parameters.items()}
+        assert_same_gradients(slow, fast)
+        assert skip.report[0].last == "1 of 64 units were computed again"
+
+
+class Fix(nn.Module):
+    """A mask with given weights."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return Fixed.apply(x, self.weight)
 
 
 class Fixed(torch.autograd.Function):
@@ -253,14 +260,17 @@ def test_frozen_parameters_and_no_input_gradient():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
     model[0].weight.requires_grad_(False)
     x = torch.randn(1, 1, 12, 12, dtype=torch.float64)
-    a, b = step(copy.deepcopy(model), x, differentiate=False), step(skip_blocked(model), x, differentiate=False)
+    a, b = (
+        step(copy.deepcopy(model), x, differentiate=False),
+        step(skip_blocked(model, when="always"), x, differentiate=False),
+    )
     assert b.parameters["0.weight"] is None
     assert_same_gradients(a, b)
 
 
 def test_gradients_accumulate():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), Backdrop2d(0.8)).double()
-    fast, x = skip_blocked(model), torch.randn(2, 1, 9, 9, dtype=torch.float64)
+    fast, x = skip_blocked(model, when="always"), torch.randn(2, 1, 9, 9, dtype=torch.float64)
     for each in (model, fast):
         torch.manual_seed(0)
         for _ in range(3):
@@ -270,10 +280,10 @@ def test_gradients_accumulate():
 
 def test_windows_in_several_parts(monkeypatch):
     """Where windows would need more memory than the forward pass, they come in parts."""
-    from backdrop.skip import replay
+    from backdrop.skip import positions
 
     parts = []
-    monkeypatch.setattr(replay.Run, "_chunk", lambda self, windows: parts.append(windows) or 3)
+    monkeypatch.setattr(positions.Run, "_chunk", lambda self, windows: parts.append(windows) or 3)
     model = nn.Sequential(nn.Conv2d(1, 2, 5, padding=2), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.7)).double()
     check(model, torch.randn(2, 1, 9, 9, dtype=torch.float64))
     assert parts[0] > 3
@@ -287,15 +297,15 @@ def test_memory_format_and_noncontiguous_inputs():
 
 
 @pytest.mark.parametrize("layer", [nn.LeakyReLU(0.5, inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True)])
-def test_a_stretch_that_starts_in_place(layer):
-    """What enters the stretch is needed again in backward, so it may not be overwritten."""
+def test_a_segment_that_starts_in_place(layer):
+    """What enters the segment is needed again in backward, so it may not be overwritten."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), layer, nn.Conv2d(4, 2, 3), Backdrop2d(0.9)).double()
     fast = check(model, torch.randn(2, 1, 14, 14, dtype=torch.float64))
     assert fast.skip_report[0].skipped == ["2", "3"]
 
 
 def test_an_input_of_zero_samples():
-    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)), when="always")
     model(torch.randn(0, 1, 8, 8)).sum().backward()
     assert not model[0].weight.grad.any()
 
@@ -303,7 +313,7 @@ def test_an_input_of_zero_samples():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_restored_in_backward(dtype):
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), Backdrop2d(0.9))
-    fast, x = skip_blocked(model), torch.randn(2, 2, 20, 20)
+    fast, x = skip_blocked(model, when="always"), torch.randn(2, 2, 20, 20)
     gradients = []
     for each in (model, fast):
         torch.manual_seed(0)
@@ -339,7 +349,7 @@ class ConvolutionDtypes(TorchDispatchMode):
 def test_grad_scaler():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), Backdrop2d(0.9)).double()
-    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    fast, x = skip_blocked(model, when="always"), torch.randn(1, 1, 12, 12, dtype=torch.float64)
     for each in (model, fast):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         torch.manual_seed(0)
@@ -351,7 +361,7 @@ def test_grad_scaler():
 
 def test_the_state_of_random_numbers_is_that_of_the_plain_model():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9))
-    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12)
+    fast, x = skip_blocked(model, when="always"), torch.randn(1, 1, 12, 12)
     states = []
     for each in (model, fast):
         torch.manual_seed(0)
@@ -362,7 +372,7 @@ def test_the_state_of_random_numbers_is_that_of_the_plain_model():
 
 
 def test_changing_what_backward_needs_is_an_error():
-    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)), when="always")
     y = model(torch.randn(1, 1, 12, 12))
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -371,60 +381,84 @@ def test_changing_what_backward_needs_is_an_error():
 
 
 def test_second_derivatives_are_an_error():
-    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)))
+    model = skip_blocked(nn.Sequential(nn.Conv2d(1, 2, 3), Backdrop2d(0.9)), when="always")
     x = torch.randn(1, 1, 12, 12, requires_grad=True)
     (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
-def test_dense_where_windows_would_cost_more(monkeypatch):
-    monkeypatch.undo()
+def test_dense_where_windows_would_cost_more():
     model = nn.Sequential(nn.Conv2d(1, 2, 7, padding=3), nn.ReLU(), nn.Conv2d(2, 2, 7, padding=3), Backdrop2d(0.5))
-    fast = check(model.double(), torch.randn(1, 1, 30, 30, dtype=torch.float64))
+    fast = check(model.double(), torch.randn(1, 1, 30, 30, dtype=torch.float64), when="pays")
     assert fast.skip_report[0].last.startswith("plain: windows would cost")
 
 
 REFUSED = [
     (nn.GroupNorm(2, 4), "over space"),
     (nn.InstanceNorm2d(4), "over space"),
-    (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "padding_mode='reflect'"),
-    (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "padding_mode='circular'"),
-    (nn.ConvTranspose2d(4, 4, 3), "no rule for ConvTranspose2d"),
+    (nn.LayerNorm([4, 9, 9]), "over space"),
+    (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "mode='circular'"),
     (nn.Dropout(0.5), "dropout"),
     (nn.Dropout2d(0.5), "dropout"),
-    (nn.AdaptiveAvgPool2d(9), "no rule for AdaptiveAvgPool2d"),
-    (nn.Upsample(scale_factor=2), "no rule for Upsample"),
-    (nn.LayerNorm([4, 9, 9]), "masked axis"),
-    (nn.MaxPool2d(2, return_indices=False, ceil_mode=False), None),
+    (nn.AdaptiveAvgPool2d(4), "different numbers of cells"),
+    (nn.Upsample(13), "not a whole number"),
+    (nn.Upsample(18, mode="bicubic"), "mode='bicubic'"),
 ]
 
 
 @pytest.mark.parametrize(("layer", "reason"), REFUSED, ids=lambda value: type(value).__name__)
 def test_what_is_not_supported_is_named(layer, reason):
-    stretch = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), layer, nn.Conv2d(4, 2, 3, padding=1))
+    segment = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), layer, nn.Conv2d(4, 2, 3, padding=1)).double()
     x = torch.randn(2, 1, 9, 9, dtype=torch.float64)
-    fast = check(nn.Sequential(stretch, Backdrop2d(0.9)).double(), x)
-    if reason is None:
-        assert not fast.skip_report[0].kept
-        return
+    fast = check(nn.Sequential(segment, Backdrop2d(0.9)), x)
     ((path, why),) = fast.skip_report[0].kept
     assert path == "0.1"
     assert reason in why
-    with pytest.raises(NotImplementedError, match=r"module\.1"):
-        Skip(stretch, Backdrop2d(0.9))(x)
+    skip = Skip(copy.deepcopy(segment), Backdrop2d(0.9), when="always")
+    plain = step(nn.Sequential(segment, Backdrop2d(0.9)), x)
+    plain.parameters = {f"module{name[1:]}": grad for name, grad in plain.parameters.items()}
+    assert_same_gradients(plain, step(skip, x))
+    assert skip.report[0].kept == [("module.1", why)]
+    assert skip.report[0].skipped[-1] == "module.2"
+    assert "module.0" not in skip.report[0].skipped
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 3), nn.ConvTranspose2d(4, 4, 4, stride=2, padding=1)),
+        (
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+            nn.AdaptiveAvgPool2d(3),
+            nn.ReplicationPad2d((1, 2, 0, 1)),
+        ),
+        (nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.ReflectionPad2d(2)),
+        (nn.PixelUnshuffle(3), nn.Conv2d(36, 4, 1), nn.PixelShuffle(2), nn.Conv2d(1, 4, 1)),
+    ],
+    ids=lambda layers: type(layers[0]).__name__,
+)
+def test_what_is_supported(layers):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *layers, nn.Conv2d(4, 2, 3, padding=1), Backdrop2d(0.9))
+    fast = check(model.double(), torch.randn(2, 1, 9, 9, dtype=torch.float64))
+    assert not fast.skip_report[0].kept
+    assert fast.skip_report[0].skipped[0] == "0"
+    assert ran_windows(fast)
 
 
 def test_hooks_are_not_lost():
+    """They are calls of the model like others, and are made once for the whole map."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
-    model[1].register_forward_hook(lambda module, args, output: output * 2)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.shape) or output * 2)
     fast = check(model, torch.randn(1, 1, 12, 12, dtype=torch.float64))
-    assert fast.skip_report[0].kept == [("1", "it has hooks, which would not run on windows")]
+    assert ran_windows(fast)
+    assert seen == [(1, 2, 10, 10)] * 2  # by the plain model, and by the skipping one
 
 
 def test_a_hook_that_is_added_later():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
-    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    fast, x = skip_blocked(model, when="always"), torch.randn(1, 1, 12, 12, dtype=torch.float64)
     step(fast, x)
     for each in (model, fast):
         each[1].register_forward_hook(lambda module, args, output: output * 2)
@@ -434,7 +468,7 @@ def test_a_hook_that_is_added_later():
 def test_a_dropout_that_is_switched_on_later():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Dropout(0.0), nn.Conv2d(2, 2, 3), Backdrop2d(0.9)).double()
     x = torch.randn(1, 1, 12, 12, dtype=torch.float64)
-    fast = skip_blocked(model)
+    fast = skip_blocked(model, when="always")
     step(fast, x)
     assert "1" in fast.skip_report[0].skipped
     fast[1].p = model[1].p = 0.5
@@ -444,7 +478,7 @@ def test_a_dropout_that_is_switched_on_later():
 
 def test_a_layer_that_is_replaced():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), Backdrop2d(0.9)).double()
-    fast, x = skip_blocked(model), torch.randn(1, 1, 12, 12, dtype=torch.float64)
+    fast, x = skip_blocked(model, when="always"), torch.randn(1, 1, 12, 12, dtype=torch.float64)
     step(fast, x)
     model[0] = nn.Conv2d(1, 2, 5, padding=1).double()
     fast[0] = copy.deepcopy(model[0])

@@ -7,6 +7,7 @@ Backdrop2d(p=0.99, patch=4)
 
 from backdrop import functional, schedules
 from backdrop.functional import effective_batch_size
+from backdrop.graph import register_rule
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
 from backdrop.placement import gradient_noise, insert, inspect, receptive_fields, remove, suggest
 from backdrop.skip import Skip, skip_blocked
@@ -23,6 +24,7 @@ __all__ = [
     "insert",
     "inspect",
     "receptive_fields",
+    "register_rule",
     "remove",
     "schedules",
     "skip_blocked",

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
 
+from backdrop import _marks, _tree, functional
+from backdrop._draw import is_zero
 from backdrop.layers import Backdrop, drops_samples
 
 NAME = "backdrop"  # of the child
@@ -24,28 +27,53 @@ def mask_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 def apply_mask(mask: Backdrop, output: Any) -> Any:
     """Also to tensors in a tuple or a dictionary, if samples are dropped: all get the same mask."""
-    if isinstance(output, (Tensor, fx.Proxy)):
+    if isinstance(output, Tensor):
         return mask(output)
     if not drops_samples(mask):
         raise TypeError(
             f"{type(mask).__name__} was put behind a module and needs a tensor, but got {type(output).__name__}; "
             "put it behind a module that returns one, or use Backdrop, which drops samples"
         )
-    from backdrop.skip.samples import mask_outputs
+    leaves = [leaf for _, leaf in _tree.leaves(output)]
+    if _marks.CAPTURING and torch.compiler.is_compiling():
+        number, masked = 0, []
+        for leaf in leaves:
+            if is_differentiable(leaf):
+                masked.append(_marks.mark(leaf, mask._number, number))
+                number += 1
+            else:
+                masked.append(leaf)
+    else:
+        found = iter(mask_tensors(mask, [leaf for leaf in leaves if is_differentiable(leaf)]))
+        masked = [next(found) if is_differentiable(leaf) else leaf for leaf in leaves]
+    return _tree.with_leaves(output, masked)
 
-    return mask_outputs(mask, output)
+
+def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
+    """One mask for all of several tensors."""
+    if len(tensors) == 1:
+        return [mask(tensors[0])]
+    if not tensors or not mask.training or not any(t.requires_grad for t in tensors) or is_zero(mask.p):
+        return tensors
+    weight = mask.draw_weight(max(tensors, key=lambda t: t.dtype.itemsize)[:, ...])
+    return [functional.mask_gradient(t, weight.view(-1, *[1] * (t.ndim - 1))) for t in tensors]
+
+
+def is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def mask_and_copy_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """The same for an output that is changed in place, which torch refuses for what shares its memory with another."""
-    masked = mask_output(module, args, output)
-    if masked is output:
-        return output
-    if isinstance(masked, (Tensor, fx.Proxy)):
-        return masked.clone()
-    from backdrop.skip.tree import map_leaves
+    """The same for an output that may be changed in place, which torch refuses for what shares its memory with another.
 
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, masked)
+    Where the graph is captured that is seen to there.
+    """
+    mask, masked = inserted_mask(module), mask_output(module, args, output)
+    if mask is None or not mask.training or (_marks.CAPTURING and torch.compiler.is_compiling()):
+        return masked
+    if isinstance(masked, Tensor):
+        return masked if masked is output else masked.clone()
+    return _tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, masked)
 
 
 HOOKS = (mask_output, mask_and_copy_output)

@@ -52,7 +52,7 @@ def weigh(u: Tensor, p: float, numerator: float, per_count: bool) -> Tensor | No
 
 
 def finish(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Any) -> Tensor | None:
-    """`backdrop.skip.finish` for channels that vary fastest in memory."""
+    """`backdrop.skip.epilogue` for channels that vary fastest in memory."""
     rows = _rows(x)
     if rows is None:
         return None

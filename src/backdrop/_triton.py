@@ -72,7 +72,7 @@ def finish(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """See `backdrop.skip.finish`; x and y are (rows, channels), one row per cell."""
+    """See `backdrop.skip.epilogue`; x and y are (rows, channels), one row per cell."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, CHANNELS)
     there = (r < rows)[:, None] & (c < channels)[None, :]

@@ -15,12 +15,12 @@ torch.Size([2, 1])
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from backdrop import functional
+from backdrop import _marks, functional
 from backdrop._checks import (
     Dims,
     Patch,
@@ -104,6 +104,11 @@ class Backdrop(nn.Module):
         self.scale = scale
         self.generator = generator
         self._across = None if group is None else SharedDraw(group, uneven)
+        self._number = _marks.register(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = _marks.register(self)
 
     @property
     def group(self) -> Group:
@@ -124,6 +129,8 @@ class Backdrop(nn.Module):
             self._p = value
 
     def forward(self, x: Tensor) -> Tensor:
+        if _marks.CAPTURING and torch.compiler.is_compiling():
+            return _marks.mark(x, self._number)
         if self._across is not None and resolve(self._across.group) is not None:
             check_differentiable(x)
             wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)

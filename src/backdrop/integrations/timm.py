@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from backdrop.graph.look import check_model, mode, quiet
+from backdrop.graph.trace import first_line
 from backdrop.layers import Backdrop, Backdrop2d
-from backdrop.placement.shapes import check_model, mode, quiet
 from backdrop.placement.surgery import insert
-from backdrop.skip.graph import first_line
 
 __all__ = ["Stage", "insert_masks", "stages"]
 

@@ -13,7 +13,7 @@ The paper places masks where the receptive field matches the size of the structu
 
 | | |
 |---|---|
-| `receptive_fields` | what every layer sees of the input: fields.py; how that is found, `geometry` |
+| `receptive_fields` | what every layer sees of the input: fields.py; how that is found, `backdrop.graph` |
 | `suggest` | from the size of a structure to a layer: suggest.py |
 | `insert`, `remove` | masks put into a model and taken out: surgery.py |
 | `inspect` | tables and pictures: inspection.py; what they look like, `look`; `backdrop inspect`, command.py |

@@ -33,11 +33,12 @@ from torch import nn
 from backdrop._draw import make_lattice
 from backdrop._files import put
 from backdrop.functional import effective_batch_size
+from backdrop.graph.look import check_model
+from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.placement.fields import Field, receptive_fields
 from backdrop.placement.savings import Saving, savings
-from backdrop.placement.shapes import check_model
-from backdrop.skip.statistics import Statistics, check_statistics
+from backdrop.skip.statistics import check_statistics
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -195,7 +196,7 @@ def inspect(
     """Look at every layer of a model, and at what its masks do in a training step; nothing is computed.
 
     Args:
-        model: any module that takes one tensor and that torch.fx can follow.
+        model: any module that takes one tensor.
         input_shape: of a batch, (samples, channels, positions...).
         statistics: what Skip would do with batch statistics, "exact", "sampled" or "frozen".
         device: where the model would be trained, such as "cuda", to estimate what Skip would save there. Else where it

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from backdrop._checks import check_int
+from backdrop.graph.look import check_model
 from backdrop.layers import Backdrop
 from backdrop.placement.gradients import Layer, Step, Sums, tensors, total
-from backdrop.placement.shapes import check_model
 
 __all__ = ["LayerNoise", "Noise", "gradient_noise"]
 

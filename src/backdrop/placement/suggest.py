@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import fx, nn
 
 from backdrop._checks import check_positive
-from backdrop.layers import drops_samples
-from backdrop.placement.fields import Field, Followed, by, follow
-from backdrop.placement.geometry.sliding import Axes
-from backdrop.skip import graph
+from backdrop.layers import Backdrop, drops_samples
+from backdrop.placement.fields import Axes, Field, Followed, by, follow
 
 __all__ = ["Suggestion", "Suggestions", "suggest"]
 
@@ -87,7 +85,7 @@ def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterabl
     convolution and its activation, it is the last.
 
     Args:
-        model: any module that takes one tensor and that torch.fx can follow.
+        model: any module that takes one tensor.
         input_shape: (samples, channels, positions...), with one to three spatial axes.
         sizes: how large structures are from end to end, in input cells. The blobs of a Gaussian process are several
             correlation lengths wide: the paper masks at fields of 91 and 1275 pixels for lengths of 10 and 140.
@@ -121,34 +119,46 @@ def _nowhere(model: nn.Module, followed: Followed) -> str:
     values = iter(followed.values.values())
     if not next(values).axes:
         return f"{start}the input has no positions, only samples; Backdrop(p) behind the last layer drops these"
-    lost = next((value.since for value in values if value.since), "")
+    lost = next((f"{value.since}: {value.reason}" for value in values if value.since), "")
     because = f", since {lost}" if lost else ""
     return f"{start}no layer of its own has a bounded receptive field and at least 2 positions{because}"
 
 
 def _places(model: nn.Module, followed: Followed) -> list[_Place]:
     """Every place for a mask; of modules in a row with the same positions and the same field, the last."""
-    calls = Counter(path for node in followed.traced.graph.nodes for path in node.meta.get("outputs_of", ()))
+    outputs_of, layers = followed.look.outputs_of, followed.look.layers
+    calls = Counter(path for paths in outputs_of.values() for path in paths)
     narrow = _bottlenecks(followed)
     places: dict[object, _Place] = {}
     masks: dict[object, str] = {}
-    for node, field in followed.fields.items():
-        if field.size is None or math.prod(field.lattice) < 2:
+    for node in followed.look.rows:
+        field = followed.fields.get(node)
+        if field is None or field.size is None or math.prod(field.lattice) < 2:
             continue
         place = (field.size, field.stride, field.start, field.lattice, None if node in narrow else node)
-        path = _path(model, node, calls)
-        if graph.is_mask(model, node):
-            if not drops_samples(graph.attribute(model, str(node.target))):
-                masks[place if node in narrow else (*place[:-1], node.all_input_nodes[0])] = str(node.target)
+        path = _path(model, outputs_of.get(node, ()), calls)
+        mask = model.get_submodule(layers[node]) if node in layers else None
+        if isinstance(mask, Backdrop):
+            if not drops_samples(mask):
+                behind = _before(node, followed.look.within)
+                masks[place if node in narrow else (*place[:-1], behind)] = layers[node]
         elif path is not None:
             places[place] = _Place(path, field, followed.values[node].axes, node not in narrow, "")
     return [place._replace(masked=masks.get(key, "")) for key, place in places.items()]
 
 
-def _path(model: nn.Module, node: fx.Node, calls: Counter[str]) -> str | None:
+def _before(layer: fx.Node, within: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What a layer takes."""
+    source = layer.all_input_nodes[0]
+    while within.get(source) is layer:
+        source = source.all_input_nodes[0]
+    return source
+
+
+def _path(model: nn.Module, paths: Iterable[str], calls: Counter[str]) -> str | None:
     """The module whose output this is, and the outermost of those that hold it; only if it is called once."""
     found = None
-    for path in node.meta.get("outputs_of", ()):
+    for path in paths:
         module = model.get_submodule(path)
         own_forward = type(module).forward is not nn.Sequential.forward
         if calls[path] > 1 or (isinstance(module, nn.Sequential) and own_forward):
@@ -160,8 +170,8 @@ def _path(model: nn.Module, node: fx.Node, calls: Counter[str]) -> str | None:
 
 def _bottlenecks(followed: Followed) -> set[fx.Node]:
     """The calls that every path from the input to the output passes."""
-    order = [node for node in followed.traced.graph.nodes if node in followed.values]
-    output = followed.traced.graph.output_node()
+    order = [node for node in followed.look.graph.nodes if node in followed.values]
+    output = followed.look.graph.output_node()
     needed: set[fx.Node] = {output}
     for node in reversed(order):
         if any(user in needed for user in node.users):

@@ -16,33 +16,33 @@ True
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import dis
+import itertools
+import types
+from collections.abc import Iterator, Mapping
 
-from torch import Tensor, fx, nn
-from torch.nn.modules.dropout import _DropoutNd
+import torch
+from torch import Tensor, nn
 
+from backdrop import _marks
 from backdrop._checks import nearest
-from backdrop._inserted import NAME, inserted_mask, mask_and_copy_output, mask_output, unhook
+from backdrop._inserted import NAME, inserted_mask, mask_and_copy_output, unhook
+from backdrop.graph.look import check_model
 from backdrop.layers import Backdrop
-from backdrop.placement.shapes import check_model
-from backdrop.skip import graph
 
 __all__ = ["insert", "remove"]
 
 COPY = f"{NAME}_copy"
-WAS_INPLACE = f"_{NAME}_was_inplace"  # an attribute of layers that were told not to write into a mask's output
-VIEWS = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
-VIEW_FUNCTIONS = (
-    *("view", "view_as", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze", "unsqueeze"),
-    *("expand", "expand_as", "getitem", "chunk", "split", "unbind", "narrow", "select", "contiguous", "dropout", "to"),
-)
+ALL = ("children", "named_children", "modules", "named_modules", "_modules")  # how a forward gets at all modules in it
 
 
 class _Copy(nn.Module):
-    """Behind a mask whose output is changed in place, which torch refuses for what shares its memory with another."""
+    """Behind a mask: whatever follows may change it in place, which torch refuses for what shares its memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.clone() if self.training else x
+        if not self.training or (_marks.CAPTURING and torch.compiler.is_compiling()):
+            return x
+        return x.clone()
 
 
 def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
@@ -50,8 +50,8 @@ def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
 
     Whatever takes the output of such a module gets it from the mask. The copy has the same class, its modules have the
     same names and classes, and its `state_dict` has the same keys; each mask is one more child, named "backdrop", of
-    the module that it follows. A module that is called several times in a step draws a mask each time. Where the output
-    of a mask is changed in place, the layer that does so is told not to, or gets a copy.
+    the module that it follows. A module that is called several times in a step draws a mask each time. In training
+    what follows a mask gets a copy of its output, so that it may be changed in place.
 
     Args:
         model: any module; it stays as it is.
@@ -79,7 +79,6 @@ def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
     result = copy.deepcopy(model)
     for name, mask in masks.items():
         _put(result.get_submodule(name), mask)
-    _keep_from_writing(result, masks)
     return result
 
 
@@ -92,9 +91,6 @@ def remove(model: nn.Module) -> nn.Module:
     result = copy.deepcopy(model)
     found = False
     for module in list(result.modules()):
-        if WAS_INPLACE in module.__dict__:
-            module.inplace = True  # type: ignore[assignment]
-            delattr(module, WAS_INPLACE)
         appended = type(module).forward is nn.Sequential.forward and isinstance(module._modules.get(NAME), Backdrop)
         if appended or inserted_mask(module) is not None:
             unhook(module)
@@ -127,62 +123,52 @@ def _check(model: nn.Module, name: str, mask: Backdrop, names: list[str]) -> Non
             f"masks names {name!r}, a {type(module).__name__}, which is a Sequential with a forward of its own: a mask "
             "in it might be called twice; name the last module in it"
         )
+    if _calls_all(module):
+        raise ValueError(
+            f"masks names {name!r}, whose forward calls all modules in it, so that it would call the mask too; name "
+            "the last module in it"
+        )
 
 
 def _is_masked(module: nn.Module) -> bool:
     return isinstance(module._modules.get(NAME), Backdrop)
 
 
+def _calls_all(module: nn.Module) -> bool:
+    """Whether its forward goes through all modules in it, so that it would come upon a mask among them."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return True
+    return any(_takes_all(code) for code in _codes(type(module)))
+
+
+def _takes_all(code: types.CodeType) -> bool:
+    """Whether it says self.children() or the like."""
+    for before, after in itertools.pairwise(dis.get_instructions(code)):
+        loads = before.opname.startswith("LOAD_") and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if loads and before.argval == "self" and after.argval in ALL:
+            return True
+    return False
+
+
+def _codes(kind: type[nn.Module]) -> Iterator[types.CodeType]:
+    """The code of forward and of the methods that it calls, but for those of torch."""
+    waiting, seen = ["forward"], {"forward", *ALL}
+    while waiting:
+        function = getattr(kind, waiting.pop(), None)
+        if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch.nn."):
+            continue
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            yield code
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+            waiting += [name for name in code.co_names if name not in seen]
+            seen.update(code.co_names)
+
+
 def _put(module: nn.Module, mask: Backdrop) -> None:
     module.add_module(NAME, mask)
-    if not isinstance(module, nn.Sequential):  # which calls its last child by itself
-        module.register_forward_hook(mask_output)
-
-
-def _keep_from_writing(model: nn.Module, names: Iterable[str]) -> None:
-    """Let nothing change the output of a mask in place."""
-    try:
-        calls, opaque = graph.trace(model, {})
-    except Exception:
-        calls, opaque = fx.Graph(), {}
-    for name in names:
-        nodes = [node for node in calls.nodes if node.op == "call_module" and node.target == f"{name}.{NAME}"]
-        known, calls_of = bool(nodes), sum(name in node.meta.get("outputs_of", ()) for node in calls.nodes)
-        if 0 < calls_of < len(nodes):
-            raise ValueError(
-                f"masks names {name!r}, whose forward calls all modules in it, so that it would call the mask too; "
-                "name the last module in it"
-            )
-        for writer in {writer for node in nodes for writer in _writers(model, node, opaque)}:
-            if writer.op == "call_module" and writer.target not in opaque:
-                layer = graph.attribute(model, str(writer.target))
-                layer.inplace = False
-                setattr(layer, WAS_INPLACE, True)
-            else:
-                known = False
-        if not known:
-            _copy_behind(model.get_submodule(name))
-
-
-def _writers(model: nn.Module, value: fx.Node, opaque: Mapping[str, str]) -> Iterator[fx.Node]:
-    """The calls that change a value in place, or might: torch.fx shows `x += y` as `x + y`."""
-    for user in value.users:
-        first = bool(user.args) and user.args[0] is value
-        layer = graph.attribute(model, str(user.target)) if user.op == "call_module" else None
-        augmented = first and user.op == "call_function" and user.target in graph.OUT_OF_PLACE.values()
-        if augmented or user.target in opaque or graph.writes_in_place(model, user):
-            yield user
-        elif isinstance(layer, VIEWS) or (layer is None and _called(user) in VIEW_FUNCTIONS):
-            yield from _writers(model, user, opaque)
-
-
-def _called(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def _copy_behind(module: nn.Module) -> None:
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, nn.Sequential):  # which calls its last children by itself
         module.add_module(COPY, _Copy())
     else:
-        unhook(module)
         module.register_forward_hook(mask_and_copy_output)

@@ -20,36 +20,39 @@ every Backdrop layer of a model. The paper names this as future work.
 from __future__ import annotations
 
 import copy
+import numbers
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
-from backdrop._inserted import NAME, inserted_mask, unhook
+from backdrop._inserted import apply_mask
+from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
-from backdrop.skip import graph, samples
-from backdrop.skip.program import Programs, untraceable
+from backdrop.skip.engine import WHEN, Engine, Settings, When
 from backdrop.skip.report import Entry, Report
-from backdrop.skip.statistics import Statistics, check_statistics
+from backdrop.skip.statistics import check_statistics
 
-__all__ = ["Report", "Skip", "skip_blocked"]
+__all__ = ["Entry", "Report", "Skip", "skip_blocked"]
 
 
 class Skip(nn.Module):
-    """Compute `mask(module(x))`: the same output and the same gradients, without computing the blocked ones.
+    """Compute `mask(module(...))`: the same output and the same gradients, without computing the blocked ones.
 
     Args:
-        module: what lies before the mask. Under a mask that drops samples, any module whose outputs depend on one
-            sample each, with any nesting of tensors in and out; a tensor whose axis 0 has the size of the batch is
-            taken to hold one row per sample, and all tensors of the output get the same mask. Under a mask that drops
-            positions, a module that takes one tensor and is made of layers that `backdrop.skip.rules` knows.
+        module: what lies before the mask, with any arguments. It may return tensors in tuples, lists, dictionaries and
+            dataclasses if the mask drops samples; all tensors get the same mask.
         mask: a Backdrop layer.
-        statistics: what layers with batch statistics do in training: "exact" (the plain gradient; nothing below such a
-            layer is skipped), "sampled" (their gradient is estimated from what is computed) or "frozen" (their
-            statistics are constants). Where skipping would not pay, the plain gradient is computed whatever this says.
+        statistics: what calls with statistics over the batch or over space do in training: "exact" (the plain gradient;
+            nothing below such a call is skipped), "sampled" (their gradient is estimated from what is computed) or
+            "frozen" (their statistics are constants). Where skipping would not pay, the plain gradient is computed
+            whatever this says.
+        when: "pays" skips where it saves time, "lean" also where it saves memory only, "always" wherever it can.
+        at_once: the most samples in work at a time, in every pass; for masks that drop samples. With p = 0 this is
+            gradient caching.
 
     `report` says what the last call skipped, what not, and why. In `eval()`, with p = 0 and where no gradient is wanted
-    this is the plain pair. What cannot run on windows is an error that names it. Gradients of gradients are an error
-    too, except where samples are dropped and no layer has batch statistics.
+    this is the plain pair. Gradients of gradients are an error, except where samples are dropped without `at_once`
+    and no call has batch statistics.
 
     Examples:
         >>> import torch
@@ -63,70 +66,76 @@ class Skip(nn.Module):
           last step: 500 of 5000 samples ran with gradients
     """
 
-    def __init__(self, module: nn.Module, mask: Backdrop, *, statistics: Statistics = "exact") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mask: Backdrop,
+        *,
+        statistics: Statistics = "exact",
+        when: When = "pays",
+        at_once: int | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module has to be a torch.nn.Module, but got {type(module).__name__}")
         if not isinstance(mask, Backdrop):
             raise TypeError(f"mask has to be a Backdrop layer, but got {type(mask).__name__}")
-        check_statistics(statistics)
+        settings = _check(statistics, when, at_once)
         self.module = module
         self.mask = mask
-        self.statistics = statistics
+        self.statistics, self.when, self.at_once = settings
         self.report = Report()
-        self._programs = Programs(self, "", statistics, self.report, strict=True)
+        self._engine = Engine(self, settings, self.report, "_plain")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return self._programs(*args)
-        return self._programs.on_samples(self.module, self.mask, args, kwargs)
+        return self._engine(*args, **kwargs)
 
-    def _backdrop_plain(self, x: Tensor) -> Any:
-        out = self.module(x)
-        return self.mask(out) if isinstance(out, (Tensor, fx.Proxy)) else samples.mask_outputs(self.mask, out)
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        return apply_mask(self.mask, self.module(*args, **kwargs))
 
     def extra_repr(self) -> str:
-        return "" if self.statistics == "exact" else f"statistics={self.statistics!r}"
+        given = (("statistics", "exact"), ("when", "pays"), ("at_once", None))
+        changed = [(name, getattr(self, name)) for name, default in given if getattr(self, name) != default]
+        return ", ".join(f"{name}={value!r}" for name, value in changed)
 
 
-def skip_blocked(model: nn.Module, *, statistics: Statistics = "exact") -> nn.Module:
+def skip_blocked(
+    model: nn.Module, *, statistics: Statistics = "exact", when: When = "pays", at_once: int | None = None
+) -> nn.Module:
     """A copy of a model that computes no gradient that a Backdrop layer would block.
 
     The copy has the same class and the same `state_dict` keys, gives the same output and, with `statistics="exact"`,
-    the same gradients. Every stretch that ends in a Backdrop layer runs as `Skip` would run it; calls that cannot are
-    left as they are. `skip_report` on the copy says after a training step what was skipped, what not, and why.
+    the same gradients. Every segment that ends in a Backdrop layer runs as `Skip` would run it, with the same
+    arguments; calls that cannot are left as they are. `skip_report` on the copy says after a training step what was
+    skipped, what not, and why.
 
-    The model's calls are found with torch.fx. A module that torch.fx cannot follow stays one call, which can be skipped
-    where samples are dropped, and ends the stretch where positions are.
+    The model's calls are found by torch.compile's front end, which follows ordinary Python code and captures anew when
+    an attribute, a mode or a flag changes. Nothing is compiled.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has to be a torch.nn.Module, but got {type(model).__name__}")
-    check_statistics(statistics)
+    settings = _check(statistics, when, at_once)
     if isinstance(model, (Backdrop, Skip)):
         raise ValueError(f"model has to hold a Backdrop layer and what lies before it, but got {type(model).__name__}")
     if not any(isinstance(module, Backdrop) for module in model.modules()):
         raise ValueError("model has no Backdrop layer, so there is nothing to skip; insert one first")
+    if isinstance(model.__dict__.get("forward"), Engine):
+        raise ValueError("model was made by skip_blocked already; give it the model that it was made from")
     model = copy.deepcopy(model)
     report = Report()
-    if not _convert(model, "", statistics, report):
-        raise ValueError(f"torch.fx cannot follow the model ({untraceable(model)}); use Skip on the part before a mask")
+    model.forward = Engine(model, settings, report)
     model.skip_report = report  # type: ignore[assignment]
     return model
 
 
-def _convert(module: nn.Module, path: str, policy: Statistics, report: Report) -> bool:
-    """Let the largest modules around masks that torch.fx can follow run as programs; say whether there are any."""
-    if isinstance(module, (Backdrop, Skip)) or not any(isinstance(m, Backdrop) for m in module.modules()):
-        return False
-    if untraceable(module) is None:
-        if inserted_mask(module) is not None:  # what follows the module cannot be followed, so it runs the mask itself
-            if graph.returns_one_value(module):
-                unhook(module)
-                setattr(module, graph.ENDS_IN_MASK, True)
-            else:
-                last = "plain: the module before it returns several values, and torch.fx cannot follow what takes them"
-                report.append(Entry(f"{path}{NAME}", last=last))
-        module.forward = Programs(module, path, policy, report)
-        return True
-    found = [_convert(child, f"{path}{name}.", policy, report) for name, child in module.named_children()]
-    return any(found)
+def _check(statistics: Statistics, when: When, at_once: int | None) -> Settings:
+    check_statistics(statistics)
+    if when not in WHEN:
+        raise ValueError(f"when has to be one of {', '.join(map(repr, WHEN))}, but got {when!r}")
+    if at_once is not None:
+        if isinstance(at_once, bool) or not isinstance(at_once, numbers.Integral):
+            raise TypeError(f"at_once has to be a whole number or None, but got {at_once!r}")
+        if at_once < 1:
+            raise ValueError(f"at_once has to be at least 1, the most samples in work at a time, but got {at_once}")
+        at_once = int(at_once)
+    return Settings(statistics, when, at_once)

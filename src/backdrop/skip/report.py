@@ -5,23 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+SHOWN = 12  # names in a line of the report
+
 
 @dataclass
 class Entry:
-    """What the report says of one mask."""
+    """What the report says of one mask.
 
-    mask: str  # its dotted path
-    drops: str = ""  # samples or positions
-    skipped: list[str] = field(default_factory=list)  # the calls whose blocked gradients are not computed
-    kept: list[tuple[str, str]] = field(default_factory=list)  # where that ends: path and reason
-    last: str = "not run yet"  # how the last step was computed
+    Attributes:
+        mask: its dotted path.
+        drops: "samples" or "positions".
+        skipped: the calls whose blocked gradients are not computed.
+        kept: where that ends, path and reason.
+        last: how the last step was computed.
+        share: of the multiplications before the mask, those whose blocked gradients were not computed in the last step.
+    """
+
+    mask: str
+    drops: str = ""
+    skipped: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    last: str = "not run yet"
+    share: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.mask}: drops {self.drops}" if self.drops else f"{self.mask}:"]
         if self.skipped:
-            lines.append(f"  skipped: {', '.join(self.skipped)}")
+            more = f" and {len(self.skipped) - SHOWN} more" if len(self.skipped) > SHOWN else ""
+            lines.append(f"  skipped: {', '.join(self.skipped[:SHOWN])}{more}")
         lines += [f"  not skipped from {path} down: {reason}" for path, reason in self.kept]
         return "\n".join([*lines, f"  last step: {self.last}"])
+
+    def ran_plain(self, reason: str) -> None:
+        """Nothing was skipped in this step."""
+        self.last = f"plain: {reason}" if reason else "plain"
+        self.skipped, self.share = [], 0.0
 
 
 class Report(list[Entry]):

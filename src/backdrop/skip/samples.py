@@ -1,36 +1,45 @@
 """Samples dropped: run the kept ones with gradients and the others without, and put the rows back in order.
 
-Right for any module whose outputs depend on one sample each; the first call with inputs of a new shape checks that, and
-counts what a pass costs. Where layers use batch statistics (see statistics.py) both kinds of samples take every step of
-the module together, and the statistics are those of all.
-"""
+Right for calls whose result for one sample depends on that sample alone, which the rules say of every call of a segment
+(`backdrop.graph.table`); a call that no rule knows is tried out on random numbers, with its gradients. Where calls use
+batch statistics (see statistics.py) both kinds of samples take every call together, and the statistics are those of
+all.
+
+With `at_once`, no pass has more samples than that in work. The kept ones then run without gradients too, part by part,
+if there are more of them, and again with gradients in the backward pass, each part from the same random numbers. With p
+= 0 that is gradient caching (Gao et al., 2021)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
 
 from backdrop import functional
+from backdrop._draw import is_zero
+from backdrop.graph import cost
+from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
-from backdrop.skip import cost, graph, statistics, tree
+from backdrop.skip.programs import InStep, Program
+from backdrop.skip.segments import Segment
 
-AT_ONCE = 384  # at least so many samples run together without gradients
+AT_ONCE = 384  # at least so many samples run together without gradients, where nobody says otherwise
 
 
 class Split(NamedTuple):
-    """Which rows run with gradients, and what these are multiplied by."""
+    """Which rows run with gradients, and what these are multiplied by at each exit."""
 
     kept: Tensor
     rest: Tensor
-    weight: Tensor  # of the kept rows; zero at those that are there for their number alone, and for batch statistics
+    weights: list[Tensor]  # of the kept rows; zero at those that are there for their number alone
+    known: bool = False  # whether all rows are kept, in their order
 
 
 class Spent(NamedTuple):
@@ -40,147 +49,168 @@ class Spent(NamedTuple):
     parts: int  # in which the others run
     step: float  # seconds of a plain step
     skipped: float  # seconds where the others run without gradients
-    why: str  # it stays plain, if so
 
 
 class Samples:
-    """A function of samples, the layers in it, and the mask behind it.
-
-    `together` runs the function on several parts of a batch call by call, so that batch statistics see them all.
-    """
+    """A segment, and the masks behind its exits."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        layers: Sequence[nn.Module],
-        mask: Backdrop,
-        policy: statistics.Statistics,
-        together: Callable[[list[Any]], list[Any]] | None = None,
+        self, segment: Segment, masks: dict[fx.Node, Backdrop], policy: Statistics, at_once: int | None
     ) -> None:
-        self.function, self.mask, self.policy, self.together = function, mask, policy, together
-        self.layers = layers
-        self.norms = [m for m in layers if isinstance(m, _BatchNorm) and statistics.uses_batch_statistics(m)]
-        self.costs: dict[Any, cost.Cost | str] = {}
-        self.last: tuple[cost.Cost | str, Rows] | None = None
+        self.segment, self.policy, self.at_once = segment, policy, at_once
+        self.exits = list(segment.exits)
+        self.masks = [masks[node] for node in self.exits]
+        first = self.exits[0]
+        axis = segment.exits[first].axes[0]
+        assert axis is not None
+        self.number = segment.traced.shape(first)[axis]
+        self.norms = "batch" in segment.couples
+        self.program = Program(segment)
+        self.lean = Program(segment, fused=True)
+        self.in_step = InStep(segment, policy) if self.norms else None
+        self.rows = [segment.demands.get(node) for node in segment.entries]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, str]:
-        """The outputs, and in words how they were computed."""
-        given = (args, kwargs)
-        rows = batch_size(given)
-        self.last = self._probe(given, rows), rows
-        plain = self.plain_because()
-        if plain:
-            return mask_outputs(self.mask, self.function(*args, **kwargs)), plain
-        split = self._split(rows)
-        outputs = self._together(given, split) if self.norms else self._apart(given, split)
-        return outputs, f"{len(split.kept)} of {rows.number} samples ran with gradients"
+    def kept_samples(self) -> float:
+        """On average: those that any of the masks keeps."""
+        dropped = 1.0
+        for mask in set(self.masks):
+            dropped *= float(mask.p) if mask.training else 0.0
+        return max(1.0, self.number * (1 - dropped))
 
-    def _probe(self, given: Any, rows: Rows) -> cost.Cost | str:
-        """What a pass costs, or why samples cannot run apart; found out once for each shape, without gradients."""
-        shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for _, leaf in tree.leaves(given))
-        key = (rows, shapes, torch.is_autocast_enabled(rows.device.type))
-        if key not in self.costs:
-            dropouts = [m for m in self.layers if isinstance(m, _DropoutNd) and m.training]
-            try:
-                for module in dropouts:
-                    module.training = False
-                with graph.tried_out(self.layers, [rows.device]):
-                    with cost.Meter() as meter:
-                        whole = self.function(*given[0], **given[1])
-                    self.costs[key] = meter.cost
-                    returned = {
-                        len(leaf) if leaf.ndim else 1 for _, leaf in tree.leaves(whole) if isinstance(leaf, Tensor)
-                    }
-                    if self.together is not None and returned != {rows.number}:  # a stretch that begins in between
-                        several = " and ".join(map(str, sorted(returned)))
-                        self.costs[key] = f"plain: it takes {rows.number} rows and returns {several}"
-                    elif not self.norms and rows.number > 1 and not _depends_on_one(self.function, given, whole, rows):
-                        self.costs[key] = "plain: its output for one sample depends on the others"
-            finally:
-                for module in dropouts:
-                    module.training = True
-        return self.costs[key]
-
-    def plain_because(self) -> str:
-        """Why inputs like the last ones are better run with gradients altogether; nothing if they are not."""
-        if self.last is None:
-            return ""
-        known, rows = self.last
-        return known if isinstance(known, str) else self.spent(known, rows).why
-
-    def spent(self, known: cost.Cost, rows: Rows) -> Spent:
+    def spent(self, known: cost.Cost, device: torch.device) -> Spent:
         """What a step takes by the cost model, from what a pass costs."""
-        kept = max(1.0, rows.number * (1 - float(self.mask.p)))
-        parts, step = self._number_of_parts(rows.number - kept, kept), known.step(rows.device)
+        kept = self.kept_samples()
+        parts, step = self._number_of_parts(self.number - kept, kept), known.step(device)
 
         def skipped() -> float:
-            return known.step_of_some(rows.device, kept / rows.number, parts, norms=bool(self.norms))
+            return known.step_of_some(device, kept / self.number, parts, norms=self.norms)
 
-        while parts > 1 and not cost.pays(skipped(), step):  # fewer take more memory, and the host less time
+        while parts > 1 and self.at_once is None and not cost.pays(skipped(), step):  # fewer take more memory
             parts //= 2
-        why = "" if cost.pays(skipped(), step) else f"plain: running all {rows.number} samples with gradients is faster"
-        return Spent(kept, parts, step, skipped(), "plain: there is one sample" if rows.number < 2 else why)
+        return Spent(kept, parts, step, skipped())
 
-    def _split(self, rows: Rows) -> Split:
-        (dim,) = (self.mask.dims,) if isinstance(self.mask.dims, int) else self.mask.dims
-        axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
-        p = None if isinstance(self.mask.p, Tensor) or self.mask.group is not None else self.mask.p
-        with contextlib.nullcontext() if p is None or self.mask.exact else _beside(rows.device):
-            weight = self.mask.draw_weight(
-                torch.empty(rows.number, *axes, device=rows.device, dtype=torch.float64)
-            ).flatten()
-            order = (weight == 0).to(torch.uint8).argsort(stable=True)
-            if self.mask.exact and p is not None:
-                kept = max(1, round(rows.number * (1 - p)))
+    def run(self, values: Sequence[Any], parts: int) -> tuple[list[Tensor], str]:
+        """The exits' values with the masks behind them, and in words how they were computed."""
+        device = next(value.device for value in values if isinstance(value, Tensor))
+        split = self._split(device)
+        said = f"{len(split.kept)} of {self.number} samples ran with gradients"
+        if self.norms:
+            return self._together(values, split, parts), said
+        if self.at_once is not None and len(split.kept) > self.at_once:
+            return self._again(values, split), f"{said}, at most {self.at_once} at once"
+        return self._apart(values, split, parts), said
+
+    def _split(self, device: torch.device) -> Split:
+        drawn: dict[Backdrop, Tensor] = {}
+        active = [mask for mask in self.masks if mask.training and not is_zero(mask.p)]
+        plain = all(not isinstance(mask.p, Tensor) and mask.group is None for mask in active)
+        fixed = plain and len(set(active)) == 1 and active[0].exact
+        with contextlib.nullcontext() if not plain or fixed else _beside(device):
+            for mask in self.masks:
+                if mask not in drawn:
+                    drawn[mask] = self._draw(mask, device)
+            dropped = functools.reduce(torch.logical_and, [weight == 0 for weight in drawn.values()])
+            if not active:
+                every = torch.arange(self.number, device=device)
+                return Split(every, every[:0], [drawn[mask] for mask in self.masks], True)
+            order = dropped.to(torch.uint8).argsort(stable=True)
+            if fixed and len(drawn) == 1:
+                kept = round(self.number * (1 - float(active[0].p)))
             else:
-                # One at least: with a mask over many processes, ours may have none, and parameters need their gradient.
-                kept = max(1, int(weight.count_nonzero()))
-                kept = min(rows.number, cost.few_shapes(kept, rows.device))
-        if rows.device.type == "cuda":
-            for drawn in (weight, order):
-                drawn.record_stream(torch.cuda.current_stream(rows.device))
+                kept = cost.few_shapes(self.number - int(dropped.count_nonzero()), device)
+            # Some at least: with a mask over many processes, ours may have none, and parameters need their gradient.
+            # Two, because torch has calls that are wrong for one: batch_norm with running statistics, with some
+            # strides.
+            kept = min(self.number, max(2, kept))
+        if device.type == "cuda":
+            for each in (*drawn.values(), order):
+                each.record_stream(torch.cuda.current_stream(device))
         index = order[:kept]
-        return Split(index, order[kept:], weight.index_select(0, index))
+        return Split(index, order[kept:], [drawn[mask].index_select(0, index) for mask in self.masks])
 
-    def _apart(self, given: Any, split: Split) -> Any:
+    def _draw(self, mask: Backdrop, device: torch.device) -> Tensor:
+        if not mask.training or is_zero(mask.p):
+            return torch.ones(self.number, device=device, dtype=torch.float64)
+        (dim,) = (mask.dims,) if isinstance(mask.dims, int) else mask.dims
+        axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
+        return mask.draw_weight(torch.empty(self.number, *axes, device=device, dtype=torch.float64)).flatten()
+
+    def _take(self, values: Sequence[Any], rows: Tensor, known: bool = False) -> list[Any]:
+        """The rows of every value that has some for each sample; everything else is shared."""
+        taken = []
+        for value, demand in zip(values, self.rows, strict=True):
+            if demand is None or demand.axes[0] is None or not isinstance(value, Tensor) or known:
+                taken.append(value)
+            elif demand.inner == 1:
+                taken.append(value.index_select(demand.axes[0], rows))
+            else:
+                inner = torch.arange(demand.inner, device=rows.device)
+                taken.append(value.index_select(demand.axes[0], (rows[:, None] * demand.inner + inner).flatten()))
+        return taken
+
+    def _apart(self, values: Sequence[Any], split: Split, parts: int) -> list[Tensor]:
         """The others without gradients, in parts; then the kept ones; then both in order."""
-        count = len(split.kept) + len(split.rest)
         merged: list[Tensor] = []
         with torch.no_grad():
-            for rows in self._parts(split):
-                args, kwargs = _take(given, rows, count)
-                _place(merged, self.function(*args, **kwargs), rows, count)
-        args, kwargs = _take(given, split.kept, count)
-        outputs = self.function(*args, **kwargs)
+            for rows in self._parts(split.rest, parts):
+                self._place(merged, self.lean(self._take(values, rows), len(rows)), rows)
+        if torch.is_autocast_enabled(split.kept.device.type):
+            torch.clear_autocast_cache()  # of weights that were cast without gradients
+        outputs = self.program(self._take(values, split.kept, split.known), len(split.kept))
         with torch.no_grad():
-            _place(merged, outputs, split.kept, count)
+            self._place(merged, outputs, split.kept)
         return _merge(outputs, merged, split)
 
-    def _together(self, given: Any, split: Split) -> Any:
-        """All parts call by call, because layers with batch statistics need them all; the kept ones have gradients."""
-        count = len(split.kept) + len(split.rest)
-        parts = (split.kept, *self._parts(split))
-        assert self.together is not None
-        outputs = self.together([_take(given, rows, count)[0] for rows in parts])
+    def _together(self, values: Sequence[Any], split: Split, parts: int) -> list[Tensor]:
+        """All parts call by call, because calls with batch statistics need them all; the kept ones have gradients."""
+        rows = [split.kept, *self._parts(split.rest, parts)]
+        assert self.in_step is not None
+        taken = []
+        for i, each in enumerate(rows):
+            with torch.set_grad_enabled(i == 0):
+                taken.append(self._take(values, each))
+        outputs = self.in_step(taken, [len(each) for each in rows])
         merged: list[Tensor] = []
         with torch.no_grad():
-            for rows, output in zip(parts, outputs, strict=True):
-                _place(merged, output, rows, count)
+            for each, output in zip(rows, outputs, strict=True):
+                self._place(merged, output, each)
         return _merge(outputs[0], merged, split)
 
-    def _parts(self, split: Split) -> Sequence[Tensor]:
+    def _again(self, values: Sequence[Any], split: Split) -> list[Tensor]:
+        """Nobody keeps gradients in the forward pass; the backward pass runs the kept ones again, part by part."""
+        run = Run(self, split)
+        run.others = [None if isinstance(value, Tensor) else value for value in values]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        found: tuple[Tensor, ...] = _Again.apply(run, *tensors)  # type: ignore[no-untyped-call]
+        return list(found)
+
+    def _parts(self, rest: Tensor, parts: int) -> Sequence[Tensor]:
         """The rows without gradients that run at a time."""
-        if not len(split.rest):
+        if not len(rest):
             return ()
-        assert self.last is not None
-        known, rows = self.last
-        assert not isinstance(known, str)  # or it would have stayed plain
-        parts = self._number_of_parts(len(split.rest), len(split.kept))
-        return split.rest.tensor_split(min(parts, self.spent(known, rows).parts))
+        if self.at_once is not None:
+            return torch.split(rest, self.at_once)
+        return rest.tensor_split(parts)
 
     def _number_of_parts(self, rest: float, kept: float) -> int:
+        if self.at_once is not None:
+            return max(1, math.ceil(rest / self.at_once))
         parts = rest / max(AT_ONCE, 4 * kept)
         return max(1, round(parts) if self.norms else math.ceil(parts))  # with norms all parts are there at once anyway
+
+    def _place(self, merged: list[Tensor], outputs: Sequence[Tensor], rows: Tensor) -> None:
+        """Write the rows of outputs where they belong in tensors for all samples, made on the first call."""
+        if not merged:
+            merged.extend(
+                torch.empty_like(leaf[:1].expand(self.number, *leaf.shape[1:]), requires_grad=False) for leaf in outputs
+            )
+        for whole, leaf in zip(merged, outputs, strict=True):
+            if len(leaf) != len(rows):
+                raise RuntimeError(
+                    f"{len(rows)} samples gave {len(leaf)} rows, so that a rule for one of the calls is wrong: "
+                    f"{', '.join(self.segment.skipped)}"
+                )
+            whole.index_copy_(0, rows, leaf)
 
 
 @contextlib.contextmanager
@@ -200,133 +230,136 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-class Rows(NamedTuple):
-    """How many samples there are, and where."""
-
-    number: int
-    device: torch.device
-
-
-def batch_size(given: Any) -> Rows:
-    tensors = [leaf for _, leaf in tree.leaves(given) if isinstance(leaf, Tensor) and leaf.ndim]
-    if not tensors:
-        raise ValueError("Skip has to be given at least one tensor whose axis 0 is the batch")
-    return Rows(len(tensors[0]), tensors[0].device)
-
-
-def mixes_samples(module: nn.Module, policy: statistics.Statistics) -> str | None:
-    """Why a layer keeps samples from running apart, if it does."""
-    if isinstance(module, Backdrop) and module.training and not _is_per_sample(module):
-        return "its mask is drawn over all samples; end the stretch there"
-    if not statistics.uses_batch_statistics(module):
-        return None
-    if isinstance(module, nn.SyncBatchNorm):
-        return "SyncBatchNorm couples the samples of all processes"
-    if not isinstance(module, _BatchNorm):
-        return "its running statistics would not see all samples at once" if module.track_running_stats else None
-    if policy == "exact":
-        return (
-            "its batch statistics couple all samples; "
-            "statistics='sampled' or 'frozen' skips below it, with an estimated gradient"
-        )
-    return None
-
-
-def _is_per_sample(mask: Backdrop) -> bool:
-    """Whether every sample is a group of its own."""
-    return not isinstance(mask.dims, int) and 0 in mask.dims and len(mask.dims) > 1
-
-
-def mask_outputs(mask: Backdrop, outputs: Any) -> Any:
-    """The plain pair: one mask for all tensors of the output."""
-    if isinstance(outputs, Tensor):
-        return mask(outputs)
-    tensors = [leaf for _, leaf in tree.leaves(outputs) if _is_differentiable(leaf)]
-    if not mask.training or not any(t.requires_grad for t in tensors) or (mask.p == 0):
-        return outputs
-    weight = mask.draw_weight(max(tensors, key=lambda t: t.dtype.itemsize)[:, ...])
-    return tree.map_leaves(
-        lambda leaf: functional.mask_gradient(leaf, _rank(weight, leaf)) if _is_differentiable(leaf) else leaf, outputs
-    )
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _rank(weight: Tensor, leaf: Tensor) -> Tensor:
-    return weight.view(-1, *[1] * (leaf.ndim - 1))
-
-
-def _take(given: Any, rows: Tensor, count: int) -> Any:
-    """The rows of every tensor that has one per sample; everything else is shared."""
-    return tree.map_leaves(
-        lambda leaf: (
-            leaf.index_select(0, rows) if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count else leaf
-        ),
-        given,
-    )
-
-
-def _place(merged: list[Tensor], outputs: Any, rows: Tensor, count: int) -> None:
-    """Write the rows of outputs where they belong in tensors for all samples, made on the first call."""
-    tensors = []
-    for path, leaf in tree.leaves(outputs):
-        if isinstance(leaf, Tensor):
-            if not leaf.ndim or len(leaf) != len(rows):
-                raise ValueError(
-                    f"Skip puts the rows of outputs back in order, but the output{path} has shape {tuple(leaf.shape)} "
-                    f"for {len(rows)} samples; let the module return one row per sample"
-                )
-            tensors.append(leaf)
-    if not merged:
-        merged.extend(
-            torch.empty_like(leaf[:1].expand(count, *leaf.shape[1:]), requires_grad=False) for leaf in tensors
-        )
-    for whole, leaf in zip(merged, tensors, strict=True):
-        whole.index_copy_(0, rows, leaf)
-
-
-def _merge(outputs: Any, merged: list[Tensor], split: Split) -> Any:
+def _merge(outputs: Sequence[Tensor], merged: Sequence[Tensor], split: Split) -> list[Tensor]:
     """The tensors for all samples, with the gradients of the kept ones."""
-    wholes = iter(merged)
+    return [
+        _Merge.apply(leaf, [whole], split.kept, weight) if leaf.requires_grad else whole  # type: ignore[no-untyped-call]
+        for leaf, whole, weight in zip(outputs, merged, split.weights, strict=True)
+    ]
 
-    def join(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        whole = next(wholes)
-        return _Merge.apply(leaf, [whole], split) if leaf.requires_grad else whole  # type: ignore[no-untyped-call]
 
-    return tree.map_leaves(join, outputs)
+def _weighted(rows: Tensor, weight: Tensor) -> Tensor:
+    wide = rows.dtype in (torch.float64, torch.complex128)
+    weight = weight if wide else weight.float()
+    return functional._multiply(rows, weight.view(-1, *[1] * (rows.ndim - 1)))
 
 
 class _Merge(torch.autograd.Function):
     """Forward: the values for all samples. Backward: the masked gradient of the kept ones."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, whole: list[Tensor], split: Split) -> Tensor:
-        ctx.split = split
+    def forward(ctx: Any, kept: Tensor, whole: list[Tensor], rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.rows, ctx.weight = rows, weight
         return whole.pop()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        rows = grad.index_select(0, ctx.split.kept)
-        wide = rows.dtype in (torch.float64, torch.complex128)
-        weight = ctx.split.weight if wide else ctx.split.weight.float()
-        return functional._multiply(rows, _rank(weight, rows)), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _weighted(grad.index_select(0, ctx.rows), ctx.weight), None, None, None
 
 
-def _depends_on_one(function: Callable[..., Any], given: Any, whole: Any, rows: Rows) -> bool:
-    """Whether the first half of the samples alone gives the first half of the outputs."""
-    half = torch.arange(-(-rows.number // 2), device=rows.device)
-    args, kwargs = _take(given, half, rows.number)
-    alone = function(*args, **kwargs)
-    rough = torch.is_autocast_enabled(rows.device.type)
-    for (_, a), (_, b) in zip(tree.leaves(alone), tree.leaves(whole), strict=True):
-        if _is_differentiable(a) and a.ndim and len(a) == len(half):
-            b = b[: len(half)]
-            relative = 0.05 if rough or a.dtype.itemsize < 4 else 10 * torch.finfo(a.dtype).eps ** 0.5
-            near = (a - b).abs() <= relative * b.abs().nan_to_num(0, 0, 0).amax()
-            if not bool((near | (a == b) | (a.isnan() & b.isnan())).all()):
-                return False
-    return True
+@dataclass
+class Run:
+    """One forward and backward pass in parts."""
+
+    samples: Samples
+    split: Split
+    others: list[Any] = field(default_factory=list)  # entries that are no tensors
+    states: list[Any] = field(default_factory=list)  # of the random numbers, before each part of kept rows
+    autocast: list[dict[str, Any]] = field(default_factory=list)
+
+    def entries(self, tensors: Sequence[Tensor]) -> list[Any]:
+        given = iter(tensors)
+        return [next(given) if other is None else other for other in self.others]
+
+    def parts(self) -> list[tuple[Tensor, list[Tensor]]]:
+        at_once = self.samples.at_once
+        assert at_once is not None
+        weights = [torch.split(weight, at_once) for weight in self.split.weights]
+        return list(zip(torch.split(self.split.kept, at_once), map(list, zip(*weights, strict=True)), strict=True))
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        samples, values, merged = self.samples, self.entries(tensors), list[Tensor]()
+        for rows, _ in self.parts():
+            self.states.append(_random_state(tensors[0].device))
+            samples._place(merged, samples.program(samples._take(values, rows), len(rows)), rows)
+        for rows in samples._parts(self.split.rest, 1):
+            samples._place(merged, samples.lean(samples._take(values, rows), len(rows)), rows)
+        return merged
+
+    def backward(
+        self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        samples, device = self.samples, tensors[0].device
+        result: list[Tensor | None] = [None] * len(tensors)
+        before = _random_state(device)
+        demands = [d for d, other in zip(samples.rows, self.others, strict=True) if other is None]
+        shared = [d is None or d.axes[0] is None for d in demands]
+        try:
+            for (rows, weights), state in zip(self.parts(), self.states, strict=True):
+                taken = samples._take(self.entries([t.detach() for t in tensors]), rows)
+                leaves = [value for value, other in zip(taken, self.others, strict=True) if other is None]
+                leaves = [
+                    leaf.detach().requires_grad_(want) if leaf.is_floating_point() else leaf
+                    for leaf, want in zip(leaves, wanted, strict=True)
+                ]
+                _set_random_state(device, state)
+                with torch.enable_grad(), contextlib.ExitStack() as stack:
+                    for settings in self.autocast:
+                        stack.enter_context(torch.autocast(**settings))
+                    outputs = samples.program(self.entries(leaves), len(rows))
+                pairs = [
+                    (output, _weighted(grad.index_select(0, rows), weight))
+                    for output, grad, weight in zip(outputs, grads, weights, strict=True)
+                    if grad is not None and output.requires_grad
+                ]
+                inputs = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+                if not pairs:
+                    continue
+                ends, seeds = zip(*pairs, strict=True)
+                found = iter(torch.autograd.grad(ends, inputs, seeds, allow_unused=True))
+                del outputs, pairs, ends, seeds
+                for i, (want, whole) in enumerate(zip(wanted, shared, strict=True)):
+                    new = next(found) if want else None
+                    if new is None:
+                        continue
+                    if whole:
+                        result[i] = new if result[i] is None else result[i].add_(new)  # type: ignore[union-attr]
+                        continue
+                    demand = demands[i]
+                    assert demand is not None
+                    if result[i] is None:
+                        result[i] = torch.zeros_like(tensors[i])
+                    index = rows
+                    if demand.inner > 1:
+                        index = (rows[:, None] * demand.inner + torch.arange(demand.inner, device=device)).flatten()
+                    result[i].index_add_(demand.axes[0], index, new.to(tensors[i].dtype))  # type: ignore
+        finally:
+            _set_random_state(device, before)
+        return result
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        run.autocast = [
+            {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+            for kind in {"cpu", tensors[0].device.type}
+        ]
+        return tuple(run.forward(tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.run.backward(grads, ctx.saved_tensors, ctx.needs_input_grad[1:])

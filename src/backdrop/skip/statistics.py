@@ -15,18 +15,21 @@ which is dense even where dy is zero almost everywhere. Forward always uses the 
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
 
 from backdrop import _kernels
-from backdrop.skip.finish import Finish, Moments, finish, normalised
+from backdrop.graph.sliding import named
+from backdrop.graph.table import Statistics
+from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish, normalised
+from backdrop.skip.segments import Demand
 
-Statistics: TypeAlias = Literal["exact", "sampled", "frozen"]
 STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen")
+NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
 def check_statistics(statistics: Statistics) -> None:
@@ -34,54 +37,74 @@ def check_statistics(statistics: Statistics) -> None:
         raise ValueError(f"statistics has to be one of {', '.join(map(repr, STATISTICS))}, but got {statistics!r}")
 
 
-def uses_batch_statistics(module: nn.Module) -> bool:
-    if not isinstance(module, (_BatchNorm, _InstanceNorm)):
-        return False
-    return module.training or (module.running_mean is None and module.running_var is None)
+def settings(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> dict[str, Any]:
+    """The arguments of a call of batch_norm by name, with values for nodes where they are given."""
+    given = named(node.args, dict(node.kwargs), NAMES)
+    given = {"momentum": 0.1, "eps": 1e-5, "training": False, **given}
+    if values is None:
+        return given
+    return {key: values.get(value) if isinstance(value, fx.Node) else value for key, value in given.items()}
 
 
-def running_moments(layer: _BatchNorm) -> Moments:
-    """The statistics of a layer that does not take them from the batch."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    return Moments(layer.running_mean, (layer.running_var + layer.eps).rsqrt())
+def running(node: fx.Node) -> list[Any]:
+    given = settings(node)
+    return [given.get("running_mean"), given.get("running_var")]
 
 
-def normalise(layer: _BatchNorm, x: Tensor) -> tuple[Tensor, Moments]:
-    """What `layer` does in training, bit for bit, running statistics included; and the statistics it used."""
-    momentum = _count_batch(layer, x)
-    tracked = layer.training and layer.track_running_stats
-    running = (layer.running_mean, layer.running_var) if tracked else (None, None)
-    # What F.batch_norm calls, but with the statistics among its results.
+def weights(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Tensor | None, Tensor | None]:
+    given = settings(node, values)
+    return given.get("weight"), given.get("bias")
+
+
+def running_moments(node: fx.Node, values: Mapping[fx.Node, Any]) -> Moments:
+    """The statistics of a call that does not take them from the batch."""
+    given = settings(node, values)
+    return Moments(given["running_mean"], (given["running_var"] + given["eps"]).rsqrt())
+
+
+def normalise(
+    input: Tensor,  # noqa: A002  # as F.batch_norm has it
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Moments]:
+    """What `F.batch_norm` does in training, bit for bit, running statistics included; and the statistics it used."""
+    _check_number([input])
     y, mean, inverse_std, _, _ = torch._batch_norm_impl_index(
-        x, layer.weight, layer.bias, *running, True, momentum, layer.eps, torch.backends.cudnn.enabled
+        input, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
     )
     return y, Moments(mean, inverse_std)
 
 
-def normalise_together(layer: _BatchNorm, parts: list[Tensor], policy: Statistics, reuse: bool) -> list[Tensor]:
+def normalise_together(
+    node: fx.Node, values: Mapping[fx.Node, Any], parts: list[Tensor], policy: Statistics, reuse: bool
+) -> list[Tensor]:
     """The same on a batch in parts, to rounding; the first alone has gradients. `reuse` writes over the others."""
-    momentum = _count_batch(layer, *parts)
-    used = _moments_of_all(layer, [x.detach() for x in parts], momentum)
+    given = settings(node, values)
+    _check_number(parts)
+    weight, bias = given.get("weight"), given.get("bias")
+    used = _moments_of_all(given, [x.detach() for x in parts])
     cells = parts[0].numel() // parts[0].shape[1] if policy == "sampled" else None
-    how = Finish(moments=used, cells=cells)
-    parts[0] = finish(parts[0], layer.weight, layer.bias, how)
+    how = Epilogue(moments=used, cells=cells)
+    parts[0] = finish(parts[0], weight, bias, how)
     with torch.no_grad():
         for i, x in enumerate(parts):
             if i:
                 out = x if reuse and x.dtype == used.mean.dtype else None
-                parts[i] = normalised(x, layer.weight, layer.bias, how, out)
+                parts[i] = normalised(x, weight, bias, how, out)
     return parts
 
 
-def _moments_of_all(layer: _BatchNorm, parts: list[Tensor], momentum: float) -> Moments:
+def _moments_of_all(given: Mapping[str, Any], parts: list[Tensor]) -> Moments:
     """Of a batch in parts; the running statistics take them up."""
-    running = None
-    if layer.training and layer.track_running_stats:
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        running = (layer.running_mean, layer.running_var)
-    fast = _kernels.moments(parts, layer.eps, running, momentum)
+    tracked, momentum, eps = None, given["momentum"], given["eps"]
+    if given.get("running_mean") is not None:
+        tracked = (given["running_mean"], given["running_var"])
+    fast = _kernels.moments(parts, eps, tracked, momentum)
     if fast is not None:
         return Moments(*fast)
     sizes = [x.numel() // x.shape[1] for x in parts]
@@ -90,25 +113,17 @@ def _moments_of_all(layer: _BatchNorm, parts: list[Tensor], momentum: float) -> 
     mean = torch.stack([m * (n / total) for (m, _), n in zip(moments, sizes, strict=True)]).sum(0)
     spread = [(v + (m - mean).square()) * (n / total) for (m, v), n in zip(moments, sizes, strict=True)]
     variance = torch.stack(spread).sum(0)
-    if running is not None:
-        for old, new in zip(running, (mean, variance * (total / (total - 1))), strict=True):
+    if tracked is not None:
+        for old, new in zip(tracked, (mean, variance * (total / (total - 1))), strict=True):
             old.lerp_(new.to(old.dtype), momentum)
-    return Moments(mean, (variance + layer.eps).rsqrt())
+    return Moments(mean, (variance + eps).rsqrt())
 
 
-def _count_batch(layer: _BatchNorm, *parts: Tensor) -> float:
-    """Check the input as the layer would, count one batch, and say how much it weighs in the running statistics."""
-    for x in parts:
-        layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+def _check_number(parts: Sequence[Tensor]) -> None:
     if sum(x.numel() for x in parts) == parts[0].shape[1]:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {tuple(parts[0].shape)}"
         )
-    if layer.training and layer.track_running_stats and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
-            return 1.0 / float(layer.num_batches_tracked)
-    return 0.0 if layer.momentum is None else layer.momentum
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,3 +131,131 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.float() if x.dtype.itemsize < 4 else x
     variance, mean = torch.var_mean(x, [axis for axis in range(x.ndim) if axis != 1], correction=0)
     return mean, variance
+
+
+# Statistics over the positions of a sample.
+
+
+class SampleNorm(NamedTuple):
+    """How windows are normalised with the statistics of their samples."""
+
+    mean: Tensor  # (samples, groups)
+    inverse_std: Tensor
+    sample: Tensor  # (windows,)
+    inside: Tensor | None  # (windows, axes, 2), see windows.py
+    axes: tuple[int, ...]
+    policy: Statistics
+
+
+def _sample_settings(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, int, Any, Any, float]:
+    """Input, groups, weight, bias and eps of a call of group_norm or instance_norm."""
+    if (len(args) > 1 and isinstance(args[1], int)) or "num_groups" in kwargs:
+        given = named(args, dict(kwargs), ("input", "num_groups", "weight", "bias", "eps"))
+        groups = given["num_groups"]
+    else:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+        given = named(args, dict(kwargs), names)
+        groups = given["input"].shape[1]
+    return given["input"], groups, given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+
+
+def normalise_samples(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """group_norm or instance_norm, and the statistics that were used."""
+    x, groups, weight, bias, eps = _sample_settings(args, kwargs)
+    n, c, cells = x.shape[0], x.shape[1], x[0, 0].numel()
+    y, mean, inverse_std = torch.native_group_norm(x.contiguous(), weight, bias, n, c, cells, groups, eps)
+    return y, (mean.reshape(n, groups), inverse_std.reshape(n, groups))
+
+
+def normalise_windows(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], how: SampleNorm) -> Tensor:
+    x, groups, weight, bias, _ = _sample_settings(args, kwargs)
+    each = x.shape[1] // groups
+
+    def spread(values: Tensor) -> Tensor:
+        return values.to(x.dtype)[how.sample].repeat_interleave(each, 1).view(len(x), -1, *[1] * (x.ndim - 2))
+
+    x_hat: Tensor = _SampleNorm.apply(x, spread(how.mean), spread(how.inverse_std), groups, how)  # type: ignore[no-untyped-call]
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    x_hat = x_hat if weight is None else x_hat * weight.view(shape)
+    return x_hat if bias is None else x_hat + bias.view(shape)
+
+
+class _SampleNorm(torch.autograd.Function):
+    """(x - mean) / std with the statistics of each sample and group; backward as in the note at the top, per sample."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, inverse_std: Tensor, groups: int, how: SampleNorm) -> Tensor:
+        ctx.save_for_backward(x, mean, inverse_std)
+        ctx.groups, ctx.how = groups, how
+        return (x - mean) * inverse_std
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, inverse_std = ctx.saved_tensors
+        how, groups = ctx.how, ctx.groups
+        if how.policy == "frozen":
+            return dy * inverse_std, None, None, None, None
+        x_hat = (x - mean) * inverse_std
+        valid = _inside(x, how.inside, how.axes)
+        dy = dy if valid is None else torch.where(valid, dy, 0)
+        samples = len(how.mean)
+
+        def summed(values: Tensor) -> Tensor:
+            per_window = values.reshape(len(x), groups, -1).sum(2)
+            return per_window.new_zeros(samples, groups).index_add_(0, how.sample, per_window)
+
+        counts = summed(torch.ones_like(x) if valid is None else valid.to(x.dtype).expand_as(x)).clamp(min=1)
+        each = x.shape[1] // groups
+
+        def spread(values: Tensor) -> Tensor:
+            return values[how.sample].repeat_interleave(each, 1).view(len(x), -1, *[1] * (x.ndim - 2))
+
+        dx = dy - spread(summed(dy) / counts) - x_hat * spread(summed(dy * x_hat) / counts)
+        dx = dx if valid is None else torch.where(valid, dx, 0)
+        return dx * inverse_std, None, None, None, None
+
+
+def _inside(x: Tensor, inside: Tensor | None, axes: tuple[int, ...]) -> Tensor | None:
+    return None if inside is None else cells_inside(x, Epilogue(inside=inside, axes=axes))
+
+
+def pool_windows(
+    x: Tensor, mean: Tensor, sample: Tensor, inside: Tensor | None, demand: Demand, policy: Statistics
+) -> Tensor:
+    """The mean over all positions of a sample, of the forward pass; its gradient falls on the windows' cells."""
+    pooled: Tensor = _Pool.apply(x, mean.detach(), sample, inside, demand, policy)  # type: ignore[no-untyped-call]
+    return pooled
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, sample: Tensor, inside: Tensor | None, demand: Demand, policy: Statistics
+    ) -> Tensor:
+        ctx.save_for_backward(x, sample, inside)
+        ctx.demand, ctx.policy = demand, policy
+        ctx.keeps = mean.ndim == x.ndim
+        return mean.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, sample, inside = ctx.saved_tensors
+        if ctx.policy == "frozen":
+            return torch.zeros_like(x), None, None, None, None, None
+        batch, positions = ctx.demand.axes[0], ctx.demand.positions
+        x = x.movedim(batch, 0)
+        axes = tuple(axis + (axis < batch) for axis in positions)
+        valid = _inside(x, inside, axes)
+        shape = [x.shape[0] if axis == 0 else x.shape[axis] if axis in axes else 1 for axis in range(x.ndim)]
+        ones = x.new_ones(shape) if valid is None else valid.expand(shape).to(x.dtype)
+        per_window = ones.flatten(1).sum(1)
+        number = per_window.new_zeros(len(grad.movedim(batch, 0))).index_add_(0, sample, per_window).clamp(min=1)
+        if not ctx.keeps:
+            for axis in sorted(positions):
+                grad = grad.unsqueeze(axis)
+        each = grad.movedim(batch, 0)
+        each = (each / number.view(-1, *[1] * (each.ndim - 1)))[sample]
+        dx = (each * ones).expand(x.shape)
+        return dx.movedim(0, batch).to(x.dtype), None, None, None, None, None

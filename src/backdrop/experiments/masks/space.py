@@ -49,7 +49,7 @@ def units(
         known |= _count(model, missing, input_shape)
     for path in masks:
         if path not in known:
-            why = "torch.fx sees no call of it, so" if input_shape else "give input_shape, the shape of a batch, or"
+            why = "no call of it was seen, so" if input_shape else "give input_shape, the shape of a batch, or"
             raise ValueError(
                 f"it is not known from how many units the mask {path!r} chooses; {why} give units={{{path!r}: NUMBER}}"
             )
@@ -58,17 +58,17 @@ def units(
 
 def _count(model: nn.Module, masks: Mapping[str, Backdrop], input_shape: Sequence[int]) -> dict[str, int]:
     """Units in a group of each mask that the model calls; the most, where it is called with several shapes."""
-    from backdrop.placement.shapes import traced
+    from backdrop.graph.look import look
 
     try:
-        calls = traced(model, input_shape)
+        calls = look(model, input_shape)
     except ValueError as error:
         raise ValueError(f"the units of masks cannot be counted, so give units: {error}") from error
     found: dict[str, int] = {}
     paths = {id(mask): path for path, mask in masks.items()}
-    for node, shape in calls.shapes.items():
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, Backdrop) and id(module) in paths:
+    for node, called in calls.layers.items():
+        module, shape = model.get_submodule(called), calls.shape(node)
+        if isinstance(module, Backdrop) and id(module) in paths and shape is not None:
             path = paths[id(module)]
             found[path] = max(found.get(path, 1), make_lattice(shape, module.dims, module.patch).size)
     return found

@@ -123,7 +123,7 @@ def tune_masks(
             trains the copy and returns its value on validation data.
         model: with at least one Backdrop layer.
         input_shape: of the batches that the model takes, from which the units of each mask are counted.
-        units: of each mask by its dotted path, or one number for all, for models that torch.fx cannot follow.
+        units: of each mask by its dotted path, or one number for all, for models whose calls cannot be followed.
         trials: how many to run in all, over all processes and calls that share the storage.
         direction: whether a value should be small, "minimize", or large, "maximize".
         storage: where the study lives: None for memory, the path of a journal file, an address such as

@@ -27,7 +27,7 @@ class Moments(NamedTuple):
     inverse_std: Tensor
 
 
-class Finish(NamedTuple):
+class Epilogue(NamedTuple):
     """Which of the operations there are."""
 
     relu_first: bool = False
@@ -39,12 +39,12 @@ class Finish(NamedTuple):
     fill: float = 0.0
 
 
-def finish(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Finish) -> Tensor:
+def finish(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Epilogue) -> Tensor:
     y: Tensor = _Finish.apply(x, gamma, beta, how)  # type: ignore[no-untyped-call]
     return y
 
 
-def cells_inside(x: Tensor, how: Finish) -> Tensor:
+def cells_inside(x: Tensor, how: Epilogue) -> Tensor:
     """Which cells lie inside the map, shaped to broadcast against `x`."""
     assert how.inside is not None
     valid = torch.ones([1] * x.ndim, dtype=torch.bool, device=x.device)
@@ -58,7 +58,7 @@ def cells_inside(x: Tensor, how: Finish) -> Tensor:
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Finish) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Epilogue) -> Tensor:
         scale, shift = scale_and_shift(gamma, beta, how.moments)
         ctx.save_for_backward(x, gamma, scale, shift)
         ctx.how = how
@@ -98,7 +98,7 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (x.ndim - 2))
 
 
-def normalised(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Finish, out: Tensor | None) -> Tensor:
+def normalised(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Epilogue, out: Tensor | None) -> Tensor:
     """The normalisation alone, without gradients, into `out` if that is given."""
     y = _kernels.normalise(x, gamma, beta, how, out)
     if y is not None:
@@ -109,7 +109,7 @@ def normalised(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Finish
     return torch.addcmul(_channels(shift, x), x, _channels(scale, x), out=out).to(x.dtype)
 
 
-def _normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Finish) -> Tensor:
+def _normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Epilogue) -> Tensor:
     y = x.relu() if how.relu_first else x
     if scale is None or shift is None:
         return y
@@ -117,7 +117,7 @@ def _normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Fini
 
 
 def _plain_backward(
-    dy: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Finish
+    dy: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Epilogue
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     outside = None if how.inside is None else ~cells_inside(x, how)
     dx = dy if outside is None else torch.where(outside, 0, dy)  # masked_fill would lose the order in memory

@@ -1,13 +1,17 @@
 """The cost model: roughly how long a forward pass takes, to tell when skipping would not pay.
 
 A call takes the host a fixed time, and the device time for its multiplications and for the numbers it writes; a
-backward pass takes twice as long as the forward pass. The rates were measured once, on two cores and on an H200, with
-benchmarks/bench_skip.py. They decide between two ways to compute the same gradient; near the border between them both
-take about as long.
+backward pass takes twice as long as the forward pass. How fast a device multiplies, moves numbers and makes calls is
+measured on it when the first decision has to be made, in some tens of milliseconds; the rest was found on two cores and
+on an H200 with benchmarks/bench_skip.py. The decision is between two ways to compute the same gradient, and near the
+border between them both take about as long. With `torch.use_deterministic_algorithms` nothing is measured, and the
+rates are those of these two machines.
 """
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +74,63 @@ class Cost(NamedTuple):
 
 
 def _rates(device: torch.device) -> Rates:
-    return CPU if device.type == "cpu" else GPU
+    usual = CPU if device.type == "cpu" else GPU
+    there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    if torch.are_deterministic_algorithms_enabled() or not there:
+        return usual
+    return _measured(device.type, device.index, usual)
+
+
+@functools.lru_cache
+def _measured(kind: str, index: int | None, usual: Rates) -> Rates:
+    """The usual rates, made faster or slower as this device is."""
+    found = measure(torch.device(kind, index) if index is not None else torch.device(kind))
+    slower = found.call / PROBED[kind].call
+    return usual._replace(
+        multiplications=usual.multiplications * found.multiplications / PROBED[kind].multiplications,
+        numbers=usual.numbers * found.numbers / PROBED[kind].numbers,
+        **{name: getattr(usual, name) * slower for name in CALLS},
+    )
+
+
+class Probe(NamedTuple):
+    """What a device does in a second, and how long a call takes: see `measure`."""
+
+    multiplications: float
+    numbers: float
+    call: float
+
+
+CALLS = ("call", "step_call", "normed_call", "window_call", "split")  # rates that are times of the host
+# What `measure` says of the machines that the usual rates are those of.
+PROBED = {"cpu": Probe(8e10, 3e9, 4e-6), "cuda": Probe(1.5e13, 4e11, 8e-6)}
+
+
+def measure(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Probe:
+    """Try out a convolution, an addition and a call that has next to nothing to do."""
+    cuda = device.type == "cuda"
+    size = 256 if cuda else 64
+    image, weight = torch.ones(4, 32, size, size, device=device), torch.ones(32, 32, 3, 3, device=device)
+    numbers, one = torch.ones(2**26 if cuda else 2**21, device=device), torch.ones(1, device=device)
+
+    def seconds(run: Callable[[], object], times: int) -> float:
+        found = []
+        for _ in range(5):
+            if cuda:
+                torch.cuda.synchronize(device)
+            begin = clock()
+            for _ in range(times):
+                run()
+            if cuda:
+                torch.cuda.synchronize(device)
+            found.append((clock() - begin) / times)
+        return max(min(found), 1e-9)
+
+    with torch.no_grad():
+        convolved = seconds(lambda: torch.conv2d(image, weight, padding=1), 1)
+        added = seconds(lambda: numbers + 1, 1)
+        called = seconds(lambda: one + 1, 50)
+    return Probe(image.numel() * weight[0].numel() / convolved, numbers.numel() / added, called)
 
 
 def _both(rates: Rates, calls: float, work: float) -> float:
@@ -78,7 +138,7 @@ def _both(rates: Rates, calls: float, work: float) -> float:
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    return Cost(*map(sum, zip(*costs, strict=True)))
+    return Cost(*map(sum, zip((0, 0, 0), *costs, strict=True)))
 
 
 def working(cost: Cost, device: torch.device, largest: float, *, gradients: bool) -> float:

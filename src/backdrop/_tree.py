@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,3 +47,9 @@ def _parts(tree: Any, path: str) -> list[tuple[str, Any]] | None:
         "Skip takes apart tensors, numbers, strings and None in tuples, lists, dictionaries and dataclasses, but found "
         f"a {type(tree).__name__}{' at ' + path if path else ''}; leave it out of what the module takes and returns"
     )
+
+
+def with_leaves(tree: Any, values: Sequence[Any]) -> Any:
+    """The same tree with these leaves, in the order of `leaves`."""
+    given = iter(values)
+    return map_leaves(lambda _: next(given), tree)

@@ -47,6 +47,17 @@ def transposed(kernel: int, stride: int, padding: int, dilation: int) -> Taps:
     return Taps(at, kernel, stride, 1)
 
 
+def between(down: int, low: int, high: int, up: int) -> Taps:
+    """All cells from floor((position * down + low) / up) to floor((position * down + high) / up)."""
+
+    def at(o: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+        index = (o * down + low) // up + k
+        return index, index <= (o * down + high) // up
+
+    common = math.gcd(down, up)
+    return Taps(at, (high - low) // up + 2, up // common, down // common)
+
+
 def adaptive(cells: int, positions: int) -> Taps:
     """Adaptive pooling: from the cell in which a position's share begins to the one in which it ends."""
 

@@ -1,0 +1,725 @@
+"""Rules for calls that work on every cell by itself, along some axes, or on the shape alone."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from backdrop.graph.sliding import named
+from backdrop.graph.table import Axes, Call, Slide, Step, Tap, UnsupportedError, Where, register_rule
+
+STATISTICS = (
+    "its batch statistics couple all samples{}; "
+    "statistics='sampled' or 'frozen' skips below it, with an estimated gradient"
+)
+OVER_SPACE = (
+    "it takes statistics over space, which couples all positions of a sample; statistics='sampled' or 'frozen' skips "
+    "below it, with an estimated gradient"
+)
+
+
+def _elementwise(call: Call) -> Step:
+    if call.node.kwargs.get("out") is not None:
+        raise UnsupportedError("it writes into another tensor")
+    return call.elementwise()
+
+
+def _relu(call: Call) -> Step:
+    return call.elementwise("relu")
+
+
+def _dropout(call: Call) -> Step:
+    """Also under masks of positions where it does nothing."""
+    training = bool(call.argument(2, "training", True))
+    if len(call.axes) > 1 and training and call.argument(1, "p", 0.5) != 0 and not call.reading:
+        raise UnsupportedError(
+            "dropout would draw new numbers when windows are computed again; move it behind the mask"
+        )
+    return call.elementwise()
+
+
+def _batch_norm(call: Call) -> Step:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = named(call.node.args, dict(call.node.kwargs), names)
+    if call.axes[0] != 0 or 1 in call.axes[1:]:
+        raise UnsupportedError("the mask runs along its channels")
+    batch = bool(given.get("training")) or given.get("running_mean") is None
+    if batch and call.statistics == "exact":
+        raise UnsupportedError(STATISTICS.format(" and positions" if len(call.axes) > 1 else ""))
+    if batch and call.inner != 1:
+        raise UnsupportedError("it takes statistics over rows of which several belong to one sample")
+    step = call.same()
+    step.epilogue = "norm"
+    step.couples = "batch" if batch else ""
+    return step
+
+
+def _sample_norm(call: Call) -> Step:
+    """GroupNorm, and InstanceNorm without running statistics."""
+    if call.axes[0] != 0 or 1 in call.axes[1:]:
+        raise UnsupportedError("the mask runs along its channels")
+    if len(call.axes) > 1:
+        if call.statistics == "exact":
+            raise UnsupportedError(OVER_SPACE)
+        if call.inner != 1 and not call.reading:
+            raise UnsupportedError("it takes statistics over rows of which several belong to one sample")
+        step = call.same()
+        step.couples = "sample"
+        return step
+    return call.same()
+
+
+def _instance_norm(call: Call) -> Step:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    given = named(call.node.args, dict(call.node.kwargs), names)
+    if given.get("running_mean") is not None and not call.reading:
+        raise UnsupportedError("its running statistics would not see all samples at once")
+    return _sample_norm(call)
+
+
+def _layer_norm(call: Call) -> Step:
+    over = call.argument(1, "normalized_shape")
+    count = len(over) if isinstance(over, (tuple, list)) else 1
+    if any(axis >= call.ndim - count for axis in call.axes[1:]):
+        if call.reading:
+            step = call.same()
+            step.couples = "sample"
+            return step
+        raise UnsupportedError("it takes statistics over space, which couples all positions of a sample")
+    call.refuse_along(*range(-count, 0))
+    return call.same()
+
+
+def _linear(call: Call) -> Step:
+    call.refuse_along(-1)
+    return call.same()
+
+
+def _along(position: int, default: Any = None) -> Callable[[Call], Step]:
+    """Calls that work along one axis, or some, of their first argument, and keep its shape."""
+
+    def rule(call: Call) -> Step:
+        dims = call.argument(position, "dim", call.node.kwargs.get("dims", default))
+        if dims is None:
+            raise UnsupportedError("it mixes samples")
+        call.refuse_along(*(dims if isinstance(dims, (tuple, list)) else (dims,)))
+        return call.same()
+
+    return rule
+
+
+def _over_channels(call: Call) -> Step:
+    call.refuse_along(1)
+    return call.same()
+
+
+def _reduce(call: Call) -> Step:
+    """Mean, sum, max and the like over some axes."""
+    ndim = len(call.before)
+    dims = call.argument(1, "dim", call.node.kwargs.get("axis"))
+    if isinstance(dims, fx.Node):
+        return call.elementwise()
+    dims = None if isinstance(dims, bool) or dims == () or dims == [] else dims
+    keep = call.ndim == ndim
+    gone = sorted(
+        {axis % ndim for axis in (range(ndim) if dims is None else dims if isinstance(dims, (tuple, list)) else [dims])}
+    )
+    left = list(range(ndim)) if keep else [axis for axis in range(ndim) if axis not in gone]
+    axes = tuple(left[axis] for axis in call.axes)
+    if axes[0] in gone:
+        raise UnsupportedError("it mixes samples")
+    if set(axes) & set(gone):
+        same = f"it takes the {call.name} over all positions"
+        raise UnsupportedError(same if call.reading else "it takes the same value from all positions")
+    return call.moved(axes)
+
+
+def _permute(call: Call) -> Step:
+    order: Any = call.node.args[1:] or call.node.kwargs["dims"]
+    order = order[0] if isinstance(order[0], (tuple, list)) else order
+    return _reordered(call, [axis % call.ndim for axis in order])
+
+
+def _transpose(call: Call) -> Step:
+    order = list(range(call.ndim))
+    names = ("dim0", "dim1") if "dim0" in call.node.kwargs else ("axis0", "axis1")
+    a, b = call.argument(1, names[0]), call.argument(2, names[1])
+    order[a], order[b] = order[b], order[a]
+    return _reordered(call, order)
+
+
+def _reverse(call: Call) -> Step:
+    return _reordered(call, list(range(call.ndim))[::-1])
+
+
+def _last_two(call: Call) -> Step:
+    order = list(range(call.ndim))
+    order[-1], order[-2] = order[-2], order[-1]
+    return _reordered(call, order)
+
+
+def _movedim(call: Call) -> Step:
+    source, target = call.argument(1, "source"), call.argument(2, "destination")
+    moved = torch.empty(tuple(range(2, 2 + call.ndim)), device="meta").movedim(source, target)
+    return _reordered(call, [size - 2 for size in moved.shape])
+
+
+def _getattr(call: Call) -> Step:
+    name = call.node.args[1]
+    if name in ("T", "mT"):
+        return _reverse(call) if name == "T" else _last_two(call)
+    if name in ("data", "real"):
+        return call.elementwise()
+    raise UnsupportedError(f"there is no rule for .{name}")
+
+
+def _reordered(call: Call, order: Sequence[int]) -> Step:
+    return call.moved(tuple(order[axis] for axis in call.axes))
+
+
+def reshaped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Which axes of one shape make which of the other: groups with as many numbers, in order."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        if i < len(before) and j < len(after) and before[i] == after[j]:
+            groups.append(([i], [j]))
+            i, j = i + 1, j + 1
+        elif i < len(before) and before[i] == 1:
+            groups.append(([i], []))
+            i += 1
+        elif j < len(after) and after[j] == 1:
+            groups.append(([], [j]))
+            j += 1
+        else:
+            left, right = [i], [j]
+            m, n = before[i], after[j]
+            i, j = i + 1, j + 1
+            while m != n:
+                if m < n:
+                    left.append(i)
+                    m *= before[i]
+                    i += 1
+                else:
+                    right.append(j)
+                    n *= after[j]
+                    j += 1
+            groups.append((left, right))
+    return groups
+
+
+def _reshape(call: Call) -> Step:
+    """Also flatten, squeeze and the like. Samples may share an axis with others if they vary slowest."""
+    before, after = call.before, call.shape
+    if 0 in before or 0 in after or math.prod(before) != math.prod(after):
+        raise UnsupportedError("it changes how numbers are stored")
+    groups = reshaped(before, after)
+    axes: list[int | None] = []
+    inner = 1
+    for number, axis in enumerate(call.axes):
+        left, right = next((group for group in groups if axis in group[1]), ([], []))
+        if number == 0:
+            samples = after[axis] // call.inner
+            if not left or axis != right[0] or before[left[0]] % samples:
+                raise UnsupportedError("it mixes samples with something else along one axis")
+            inner = before[left[0]] // samples
+            axes.append(left[0])
+        else:
+            if len(left) != 1 or len(right) != 1:
+                raise UnsupportedError("it reshapes the positions")
+            axes.append(left[0])
+    return call.moved(tuple(axes), run=_resized(call, torch.reshape), inner=inner)
+
+
+def _reshape_as(call: Call) -> Step:
+    """The other tensor gives its shape alone."""
+    step = _reshape(call)
+    step.inputs = {call.source: step.inputs[call.source]}
+    return step
+
+
+def _resized(call: Call, function: Callable[[Tensor, list[int]], Any]) -> Callable[..., Any]:
+    """Calls that are given a size: on parts it is another."""
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Any:
+        x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        assert isinstance(x, Tensor)
+        return function(x, _sizes(call, where))
+
+    return run
+
+
+def _sizes(call: Call, where: Where) -> list[int]:
+    sizes = list(call.shape)
+    sizes[call.axes[0]] = where.rows * call.inner
+    for axis, size in zip(call.axes[1:], where.size, strict=True):
+        sizes[axis] = size
+    return sizes
+
+
+def _expand(call: Call) -> Step:
+    step = call.elementwise()
+    step.run = _resized(call, lambda x, sizes: x.expand(sizes))
+    return step
+
+
+def _repeat(call: Call) -> Step:
+    more = call.ndim - len(call.before)
+    axes = tuple(axis - more for axis in call.axes)
+    if any(axis < 0 or call.before[axis] != call.shape[axis + more] for axis in axes):
+        raise UnsupportedError("it repeats samples or positions")
+    return call.moved(axes)
+
+
+def _cat(call: Call) -> Step:
+    dim = call.argument(1, "dim", call.node.kwargs.get("axis", 0))
+    if dim % call.ndim == call.axes[0]:
+        raise UnsupportedError("it joins samples")
+    if dim % call.ndim in call.axes:
+        raise UnsupportedError(f"it joins maps along a {call.followed} axis")
+    return Step({source: Tap(call.axes, inner=call.inner) for source in call.tensors}, inner=call.inner, repeats=True)
+
+
+def _stack(call: Call) -> Step:
+    dim = call.argument(1, "dim", call.node.kwargs.get("axis", 0)) % call.ndim
+    if dim in call.axes:
+        raise UnsupportedError("it joins along a masked axis")
+    axes = tuple(axis - (axis > dim) for axis in call.axes)
+    return Step({source: Tap(axes, inner=call.inner) for source in call.tensors}, inner=call.inner, repeats=True)
+
+
+def _split(position: int) -> Callable[[Call], Step]:
+    def rule(call: Call) -> Step:
+        call.refuse_along(call.argument(position, "dim", 0))
+        return call.same()
+
+    return rule
+
+
+def _unbind(call: Call) -> Step:
+    dim = call.argument(1, "dim", 0) % (call.ndim + 1)
+    return call.moved(tuple(axis + (axis >= dim) for axis in call.axes))
+
+
+def _getitem(call: Call) -> Step:
+    source = call.source
+    if source in call.tuples:
+        return Step({source: Tap(call.axes, inner=call.inner)}, inner=call.inner)
+    index = call.node.args[1]
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
+    if any(isinstance(part, (fx.Node, list, bool)) or part is True for part in parts):
+        return _gather_rows(call, parts)
+    before = call.before
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(before) - used)
+    else:
+        parts += [slice(None)] * (len(before) - used)
+    into: dict[int, int] = {}  # axis of the result: axis of the input
+    axis = result = 0
+    cuts: dict[int, slice] = {}
+    for part in parts:
+        if part is None:
+            result += 1
+        elif isinstance(part, int):
+            axis += 1
+        elif isinstance(part, slice) and all(
+            isinstance(v, (int, type(None))) for v in (part.start, part.stop, part.step)
+        ):
+            into[result], cuts[result] = axis, part
+            axis, result = axis + 1, result + 1
+        else:
+            raise UnsupportedError("its arguments depend on the data")
+    if any(each not in into for each in call.axes):
+        raise UnsupportedError("it makes a new axis where the mask runs")
+    axes = tuple(into[each] for each in call.axes)
+    first = cuts[call.axes[0]].indices(before[axes[0]])
+    if first != (0, before[axes[0]], 1):
+        raise UnsupportedError("it takes some of the samples")
+    slides: list[Slide | None] = []
+    for each, at in zip(call.axes[1:], axes[1:], strict=True):
+        start, _, step = cuts[each].indices(before[at])
+        slides.append(Slide(step, start, start))
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        index, result = list[Any](), 0
+        for part in parts:
+            if result in call.axes and isinstance(part, slice):
+                index.append(slice(None, None, part.step))
+            else:
+                index.append(part)
+            result += not isinstance(part, int)
+        found: Tensor = args[0][tuple(index)]
+        return found
+
+    taken = call.moved(axes, run=run)
+    taken.inputs[source] = taken.inputs[source]._replace(slides=tuple(slides))
+    return taken
+
+
+def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
+    """x[:, index] with one tensor of indices that is the same for all samples."""
+    at = [i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == slice(None))]
+    if len(at) != 1 or not isinstance(parts[at[0]], fx.Node) or parts[at[0]] not in call.shapes:
+        raise UnsupportedError("it looks up cells by an index")
+    ndim, position = len(call.shapes[parts[at[0]]]), at[0]
+    if any(position <= axis < position + ndim for axis in call.axes):
+        raise UnsupportedError("it looks up samples or positions by an index")
+    if len(call.before) - 1 + ndim != call.ndim:
+        raise UnsupportedError("it looks up cells by an index")
+    return call.moved(tuple(axis if axis < position else axis - ndim + 1 for axis in call.axes))
+
+
+def _index_select(call: Call) -> Step:
+    call.refuse_along(call.argument(1, "dim"))
+    return call.same()
+
+
+def _take_along(call: Call) -> Step:
+    dim = call.argument(1, "dim")
+    if not isinstance(dim, int):
+        raise UnsupportedError("its arguments depend on the data")
+    call.refuse_along(dim)
+    index = call.argument(2, "index")
+    inputs = {}
+    for source in (call.source, index):
+        if any(call.shapes[source][axis] != call.shape[axis] for axis in call.axes):
+            raise UnsupportedError("it takes some of the samples")
+        inputs[source] = Tap(call.axes, inner=call.inner)
+    return Step(inputs, inner=call.inner)
+
+
+def _matmul(first: int = 0) -> Callable[[Call], Step]:
+    """Products of matrices: rows come from the left, columns from the right, and what is before them from both."""
+
+    def rule(call: Call) -> Step:
+        left = call.argument(first, "input" if not first else "batch1")
+        right = call.argument(first + 1, "other" if not first else "batch2")
+        if right is None:
+            right = call.node.kwargs.get("mat2")
+        inputs: dict[fx.Node, Tap] = {}
+        for side, source in enumerate((left, right)):
+            if not isinstance(source, fx.Node):
+                raise UnsupportedError("it multiplies something that is no tensor")
+            shape, axes = call.shapes[source], list[int | None]()
+            if len(shape) == 1:
+                if side == 0 or len(call.shapes[left]) < 2:
+                    raise UnsupportedError("it mixes samples")
+                axes = [None] * len(call.axes)
+            else:
+                vector = len(call.shapes[right]) == 1
+                for axis in call.axes:
+                    back = axis - call.ndim - (1 if vector else 0)
+                    if back == -1:
+                        axes.append(len(shape) - 1 if side == 1 else None)
+                    elif back == -2:
+                        axes.append(len(shape) - 2 if side == 0 else None)
+                    else:
+                        at = back + len(shape)
+                        axes.append(None if at < 0 or (shape[at] == 1 and call.shape[axis] != 1) else at)
+            tap = Tap(tuple(axes), inner=call.inner)
+            if source in inputs and inputs[source] != tap:
+                raise UnsupportedError("it multiplies a value with itself")
+            inputs[source] = tap
+        if first:
+            added, tap = call.source, Tap(call._broadcast(call.shapes[call.source]), inner=call.inner)
+            if inputs.get(added, tap) != tap:
+                raise UnsupportedError("it multiplies a value with itself")
+            inputs[added] = tap
+        return Step(inputs, inner=call.inner, repeats=True)
+
+    return rule
+
+
+def _einsum(call: Call) -> Step:
+    equation = call.node.args[0]
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+        raise UnsupportedError("its equation is not spelled out")
+    given, result = equation.replace(" ", "").split("->")
+    operands: Any = call.node.args[1:]
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    inputs: dict[fx.Node, Tap] = {}
+    for letters, source in zip(given.split(","), operands, strict=True):
+        axes: Axes = tuple(letters.index(result[axis]) if result[axis] in letters else None for axis in call.axes)
+        if not isinstance(source, fx.Node) or (source in inputs and inputs[source].axes != axes):
+            raise UnsupportedError("it multiplies a value with itself")
+        inputs[source] = Tap(axes, inner=call.inner)
+    return Step(inputs, inner=call.inner, repeats=True)
+
+
+def _attention(call: Call) -> Step:
+    """Rows come from the queries; keys and values are read whole."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = named(call.node.args, dict(call.node.kwargs), names)
+    if any(axis >= call.ndim - 1 for axis in call.axes):
+        raise UnsupportedError("it mixes samples")
+    tokens = call.ndim - 2 in call.axes
+    if call.axes[0] >= call.ndim - 2:
+        raise UnsupportedError("it mixes samples")
+    if tokens and given.get("is_causal"):
+        raise UnsupportedError("what is_causal=True hides depends on the position")
+    if tokens and given.get("dropout_p"):
+        raise UnsupportedError("dropout would draw new numbers when windows are computed again; set it to 0")
+    inputs: dict[fx.Node, Tap] = {}
+    for name in ("query", "key", "value", "attn_mask"):
+        source = given.get(name)
+        if source is None:
+            continue
+        shape = call.shapes[source]
+        axes: list[int | None] = []
+        for axis in call.axes:
+            back = axis - call.ndim
+            at = back + len(shape)
+            broadcast = at < 0 or (shape[at] == 1 and call.shape[axis] != 1)
+            axes.append(None if broadcast or (back == -2 and name in ("key", "value")) else at)
+        tap = Tap(tuple(axes), inner=call.inner)
+        if source in inputs and inputs[source] != tap:
+            raise UnsupportedError("queries and keys are the same value")
+        inputs[source] = tap
+    return Step(inputs, inner=call.inner, repeats=True)
+
+
+def _multi_head_attention(call: Call) -> Step:
+    """Samples lie along axis 1 of queries, keys, values and results."""
+    named_inputs = {name: call.node.kwargs.get(name) for name in ("key_padding_mask", "attn_mask")}
+    if call.axes != (1,) or call.inner != 1 or call.ndim != 3:
+        raise UnsupportedError("attention lets every position see all others")
+    if len(call.node.args) > 13:
+        named_inputs |= dict(
+            zip(("training", "key_padding_mask", "need_weights", "attn_mask"), call.node.args[13:], strict=False)
+        )
+    inputs = {source: Tap((None,)) for source in call.tensors}
+    for source in call.node.args[:3]:
+        if not isinstance(source, fx.Node) or len(call.shapes[source]) != 3:
+            raise UnsupportedError("its queries, keys or values are no tensors with samples")
+        inputs[source] = Tap((1,))
+    padding, hidden = named_inputs["key_padding_mask"], named_inputs["attn_mask"]
+    if isinstance(padding, fx.Node):
+        inputs[padding] = Tap((0,))
+    if isinstance(hidden, fx.Node) and len(call.shapes[hidden]) == 3:
+        raise UnsupportedError("its mask has samples and heads along one axis")
+    if {*call.node.args[:3]} & {*call.node.args[3:], *call.node.kwargs.values()} - {None}:
+        raise UnsupportedError("it takes one value in several places")
+    return Step(inputs, repeats=True)
+
+
+def _recurrent(call: Call) -> Step:
+    raise UnsupportedError("it carries a state from position to position")
+
+
+def _embedding(call: Call) -> Step:
+    call.refuse_along(-1)
+    return call.moved(call.axes, call.source)
+
+
+def _mask(call: Call) -> Step:
+    """Another mask inside: never a part of what lies before this one."""
+    raise UnsupportedError("another mask ends here")
+
+
+_NAMES = (
+    *(
+        "relu6",
+        "sigmoid",
+        "tanh",
+        "exp",
+        "exp2",
+        "expm1",
+        "abs",
+        "neg",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "log",
+        "log2",
+        "log10",
+    ),
+    *(
+        "log1p",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "pow",
+        "float_power",
+        "add",
+        "sub",
+        "subtract",
+        "rsub",
+        "mul",
+    ),
+    *(
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "erf",
+        "erfc",
+        "sin",
+        "cos",
+        "tan",
+    ),
+    *("asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "atanh", "reciprocal", "sign", "sgn", "floor", "ceil"),
+    *(
+        "round",
+        "trunc",
+        "frac",
+        "remainder",
+        "fmod",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "where",
+        "masked_fill",
+        "nan_to_num",
+    ),
+    *(
+        "logit",
+        "softplus",
+        "logaddexp",
+        "hypot",
+        "xlogy",
+        "positive",
+        "conj",
+        "real",
+        "imag",
+        "angle",
+        "detach",
+        "clone",
+    ),
+    *("contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool", "relu_"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or"),
+    *("bitwise_not", "heaviside", "zeros_like", "ones_like", "full_like", "empty_like", "expand_as", "sinc", "deg2rad"),
+    *("requires_grad_", "greater", "less", "prelu", "rsqrt", "threshold", "copysign", "alias"),
+)
+_FUNCTIONAL = (
+    *("relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "softplus", "softsign"),
+    *("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "threshold", "softshrink", "hardshrink", "tanhshrink"),
+    *("prelu", "rrelu"),
+)
+_OPERATORS = (
+    *("add", "sub", "mul", "truediv", "neg", "pos", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("and_", "or_", "xor", "invert", "abs"),
+)
+
+
+def _everywhere(name: str) -> list[Any]:
+    """What goes by a name: a method, and functions of torch and torch.nn.functional."""
+    homes = (torch, F, torch._C._nn, torch.special, torch.linalg)
+    return [name, *(getattr(home, name) for home in homes if callable(getattr(home, name, None)))]
+
+
+def _register(rule: Callable[[Call], Step], *names: str) -> None:
+    for name in names:
+        for function in _everywhere(name):
+            register_rule(function)(rule)
+
+
+_register(_elementwise, *_NAMES, *_FUNCTIONAL)
+for _name in _OPERATORS:
+    register_rule(getattr(operator, _name))(_elementwise)
+_register(_relu, "relu")
+_register(
+    _dropout,
+    "dropout",
+    "alpha_dropout",
+    "feature_dropout",
+    "feature_alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+)
+_register(_batch_norm, "batch_norm")
+_register(_sample_norm, "group_norm")
+_register(_instance_norm, "instance_norm")
+_register(_layer_norm, "layer_norm", "rms_norm")
+_register(_linear, "linear")
+_register(_along(1), "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
+_register(_along(1, -1), "glu")
+_register(_along(2, 1), "normalize")
+_register(_over_channels, "local_response_norm", "channel_shuffle")
+_register(_along(2), "roll")
+_register(_along(1), "flip")
+_register(
+    _reduce,
+    *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "std", "var", "var_mean", "std_mean"),
+    *("logsumexp", "nansum", "nanmean", "all", "any", "count_nonzero", "median", "mode", "aminmax"),
+)
+_register(_permute, "permute")
+_register(_transpose, "transpose", "swapaxes", "swapdims")
+_register(_movedim, "movedim", "moveaxis")
+_register(_reverse, "t")
+_register(_reshape, "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "_unsafe_view")
+_register(_reshape_as, "reshape_as", "view_as")
+_register(_expand, "expand", "broadcast_to")
+_register(_repeat, "repeat", "tile")
+_register(_cat, "cat", "concat", "concatenate")
+_register(_stack, "stack")
+_register(_split(2), "split", "chunk", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
+_register(_unbind, "unbind")
+_register(_index_select, "index_select", "narrow")
+_register(_take_along, "gather", "take_along_dim")
+_register(_matmul(), "matmul", "bmm", "mm", "mv", "__matmul__")
+_register(_matmul(1), "baddbmm", "addmm", "addbmm")
+_register(_einsum, "einsum")
+_register(_attention, "scaled_dot_product_attention")
+_register(_embedding, "embedding")
+_register(_multi_head_attention, "multi_head_attention_forward")
+_register(_recurrent, "lstm", "gru", "rnn_tanh", "rnn_relu")
+register_rule(operator.matmul)(_matmul())
+register_rule(operator.getitem)(_getitem)
+register_rule("__getitem__")(_getitem)
+register_rule(getattr)(_getattr)
+register_rule(torch.ops.backdrop.mask)(_mask)
+
+
+def _norm_of_vectors(call: Call) -> Step:
+    dims = call.argument(2, "dim")
+    if dims is None:
+        raise UnsupportedError("it mixes samples")
+    before, keep = call.before, call.ndim == len(call.before)
+    gone = {axis % len(before) for axis in (dims if isinstance(dims, (tuple, list)) else [dims])}
+    left = list(range(len(before))) if keep else [axis for axis in range(len(before)) if axis not in gone]
+    axes = tuple(left[axis] for axis in call.axes)
+    if set(axes) & gone:
+        raise UnsupportedError("it mixes samples" if axes[0] in gone else "it mixes positions along a masked axis")
+    return call.moved(axes)
+
+
+_register(_norm_of_vectors, "norm", "vector_norm", "renorm")
+register_rule(torch.linalg.vector_norm)(_norm_of_vectors)
+
+
+def _topk(call: Call) -> Step:
+    call.refuse_along(call.argument(2, "dim", -1))
+    return call.same()
+
+
+_register(_topk, "topk", "kthvalue")
+
+
+def _sort(call: Call) -> Step:
+    call.refuse_along(call.argument(1, "dim", -1))
+    return call.same()
+
+
+_register(_sort, "sort", "argsort")
+
+
+def _select(call: Call) -> Step:
+    dim = call.argument(1, "dim") % (call.ndim + 1)
+    return call.moved(tuple(axis + (axis >= dim) for axis in call.axes))
+
+
+_register(_select, "select")

@@ -1,0 +1,455 @@
+"""A captured graph for inputs of known sizes: shapes and costs of all values, and no operation in place.
+
+`trace` runs a graph once on tensors that hold nothing and finds out, for every call, the shape of its result, what it
+costs, whether it carries a gradient, whose memory it shares and what it writes over. From that it makes a *pure* copy:
+
+1. Sizes are constants: `x.view(x.size(0), -1)` has numbers for arguments.
+2. A call that works in place on a value of which nobody else holds a view becomes the call out of place, and whoever
+used
+   the value afterwards uses the result.
+3. What is left is *pinned*, with a reason: calls that write over memory that something else sees, all that read such
+   memory, and calls under a `no_grad` or `autocast` of their own. They have to run where they stand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from backdrop.graph.cost import Cost, Meter
+from backdrop.graph.table import rule_of
+
+OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.ipow: operator.pow,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+    operator.imatmul: operator.matmul,
+}
+WITHOUT_GRADIENT = "it runs without gradients"
+OWN_AUTOCAST = "it runs under an autocast of its own"
+SHARED = "it writes over a value that is used elsewhere too"
+
+
+class TraceError(Exception):
+    """Why a graph cannot be run on tensors that hold nothing."""
+
+
+@dataclass
+class Traced:
+    """A pure graph for inputs of one size. `values` holds a stand-in (without memory) for every result."""
+
+    module: fx.GraphModule
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    costs: dict[fx.Node, Cost] = field(default_factory=dict)
+    differentiable: set[fx.Node] = field(default_factory=set)
+    pinned: dict[fx.Node, str] = field(default_factory=dict)
+    contexts: dict[fx.Node, Any] = field(default_factory=dict)  # the modes that a call runs under
+    spelled: set[fx.Node] = field(default_factory=set)  # values that were broadcast, for those who need all of them
+    storages: dict[fx.Node, set[int]] = field(default_factory=dict)  # whose memory a result lies in
+    in_place: dict[fx.Node, Called] = field(default_factory=dict)  # what pure calls were before
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Of the tensor, or of the first one where there are several."""
+        value = self.values.get(node)
+        leaf = next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
+        if leaf is None:
+            raise KeyError(node)
+        return tuple(leaf.shape)
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        return isinstance(self.values.get(node), Tensor)
+
+
+def name_of(node: fx.Node) -> str:
+    """The dotted path of the layer that makes the call; of a module with its own forward, that and the function."""
+    path, kind = owner_of(node)
+    called = getattr(node.target, "__name__", str(node.target)).strip("_")
+    if kind.startswith("torch.nn.modules.") or (kind and kind.rpartition(".")[2].startswith("Backdrop")):
+        return path or called
+    return f"{path}.{called}" if path else called
+
+
+def owner_of(node: fx.Node) -> tuple[str, str]:
+    """The dotted path and the class of the innermost module that makes a call."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return "", ""
+    path, kind = stack[-1]
+    return clean(str(path)), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def clean(path: str) -> str:
+    """A path as `named_modules` has it: Dynamo writes L['function'].__self__._modules['0'] and the like."""
+    found = re.sub(r"^L\['\w+'\]", "", path).removeprefix(".__self__").replace("._modules", "")
+    return re.sub(r"\[['\"]?|['\"]?\]", ".", found).replace("..", ".").strip(".")
+
+
+def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Traced:
+    """The pure graph for such inputs, which are looked at for their sizes alone."""
+    try:
+        passed = _Pass(module, inputs)
+    except TraceError:
+        raise
+    except Exception as error:  # tensors without memory or versions of their own: of vmap, of inference mode
+        raise TraceError(first_line(error)) from error
+    return _purified(module, passed)
+
+
+class _Pass:
+    """A run of a graph on stand-ins, and what can be seen from it."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.values: dict[fx.Node, Any] = {}
+        self.costs: dict[fx.Node, Cost] = {}
+        self.runtime: set[fx.Node] = set()  # numbers that are known only when the graph runs
+        self.storages: dict[fx.Node, set[int]] = {}
+        self.writes: dict[fx.Node, list[fx.Node]] = {}  # whose memory a call writes over
+        self.contexts: dict[fx.Node, Any] = {}
+        self.alive: list[Any] = []
+        context: list[Any] = []
+        given = iter(inputs)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), Meter() as self.meter:
+            stand_ins: dict[int, Tensor] = {}
+            for node in module.graph.nodes:
+                if node.op == "output":
+                    break
+                if node.op == "placeholder":
+                    real = next(given)
+                    if isinstance(real, Tensor):
+                        if id(real) not in stand_ins:
+                            stand_ins[id(real)] = mode.from_tensor(real.detach(), static_shapes=True)
+                        value: Any = stand_ins[id(real)]
+                    else:
+                        value = real
+                        if not isinstance(real, (int, bool)):
+                            self.runtime.add(node)
+                    self.values[node] = value
+                elif node.op == "get_attr":
+                    self.values[node] = _attribute(module, str(node.target))
+                else:
+                    entered = _context(node, context)
+                    if not entered:
+                        self._run(module, node, inputs)
+                self.contexts[node] = tuple(context)
+                self._look(node)
+
+    def _run(self, module: fx.GraphModule, node: fx.Node, inputs: Sequence[Any]) -> None:
+        sources = node.all_input_nodes
+        if node.op == "call_method" and node.target == "item":
+            # Numbers that change from step to step come as tensors without axes.
+            self.values[node] = 0.5
+            self.runtime.add(node)
+            return
+        if any(source in self.runtime for source in sources) and not any(
+            isinstance(leaf, Tensor) for source in sources for leaf in tree_leaves(self.values[source])
+        ):
+            self.runtime.add(node)
+        before = [(leaf, leaf._version) for source in sources for leaf in _tensors(self.values[source])]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        try:
+            self.meter.cost = Cost(0, 0, 0)
+            target: Any = node.target
+            if node.op == "call_function":
+                value = target(*args, **kwargs)
+            elif node.op == "call_method":
+                value = getattr(args[0], target)(*args[1:], **kwargs)
+            else:
+                value = _attribute(module, str(node.target))(*args, **kwargs)
+        except Exception as error:
+            raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
+        self.values[node], self.costs[node] = value, self.meter.cost
+        changed = {id(leaf) for leaf, version in before if leaf._version != version}
+        if changed:
+            self.writes[node] = [
+                source for source in sources if any(id(leaf) in changed for leaf in _tensors(self.values[source]))
+            ]
+
+    def _look(self, node: fx.Node) -> None:
+        value = self.values.get(node)
+        self.alive.append(value)
+        self.storages[node] = {leaf.untyped_storage()._cdata for leaf in _tensors(value)}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    return operator.attrgetter(path)(module)
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says, with its kind."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _context(node: fx.Node, context: list[Any]) -> bool:
+    """Keep track of the modes that calls run under; whether this call changes them."""
+    name = getattr(node.target, "__name__", str(node.target))
+    if node.op != "call_function" or not name.startswith(("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors")):
+        if node.op == "call_function" and name in ("set_grad_enabled", "__enter__", "__exit__"):
+            context.append(node)
+            return True
+        return False
+    if name == "_set_grad_enabled":
+        enabled = bool(node.args[0])
+        context[:] = [mode for mode in context if mode != "no_grad"]
+        if not enabled:
+            context.append("no_grad")
+    elif name.startswith("_exit_"):
+        opened = node.all_input_nodes
+        context[:] = [mode for mode in context if mode not in opened]
+    else:
+        context.append(node)
+    return True
+
+
+def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
+    graph, traced = fx.Graph(), Traced(module)
+    order = list(module.graph.nodes)
+    place = {node: i for i, node in enumerate(order)}
+    constants = {
+        node: value
+        for node, value in passed.values.items()
+        if node not in passed.runtime and node.op != "get_attr" and _is_size(value)
+    }
+    pure, dirty = _pure_calls(order, place, passed)
+    names = _Names(pure, place)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    for node in order:
+
+        def argument(n: fx.Node, at: fx.Node = node) -> Any:
+            return constants[n] if n in constants else copies[names.newest(n, at)]
+
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], argument))
+            break
+        if node in constants and node.op != "placeholder":
+            continue
+        copy = graph.node_copy(node, argument)
+        if node in pure:
+            op, target, args, kwargs = pure[node]
+            traced.in_place[copy] = (copy.op, copy.target, copy.args, copy.kwargs)
+            new = fx.map_arg((args, kwargs), argument)
+            copy.op, copy.target, copy.args, copy.kwargs = op, target, *new
+        copies[node] = copy
+        traced.values[copy] = passed.values.get(node)
+        traced.costs[copy] = passed.costs.get(node, Cost(0, 0, 0))
+        traced.contexts[copy] = passed.contexts.get(node, ())
+        traced.storages[copy] = passed.storages.get(node, set())
+        if any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
+            traced.differentiable.add(copy)
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if node not in passed.values:
+            traced.pinned[copy] = "it changes the mode of what follows"
+        elif "no_grad" in passed.contexts[node]:
+            traced.pinned[copy] = WITHOUT_GRADIENT
+        statistics = _only_statistics(node, passed.writes.get(node, []), order, passed)
+        touched = {s for source in node.all_input_nodes for s in passed.storages.get(source, ())}
+        if (touched | passed.storages[node]) & dirty or (node in passed.writes and node not in pure and not statistics):
+            traced.pinned.setdefault(copy, SHARED)
+    kept = {copies[node] for node in passed.writes if node in copies}
+    for copy in reversed(list(graph.nodes)):  # what nobody uses would keep its inputs out of segments
+        needed = copy.users or copy in kept or copy in traced.pinned or is_mark(copy)
+        if not needed and rule_of(copy) is not None:
+            graph.erase_node(copy)
+    traced.module = fx.GraphModule(module, graph)
+    return traced
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node stands for a mask."""
+    return node.op == "call_function" and node.target in (torch.ops.backdrop.mask, torch.ops.backdrop.mask.default)
+
+
+Called: TypeAlias = tuple[Any, Any, Any, Any]  # op, target, args, kwargs
+
+
+def _pure_calls(
+    order: list[fx.Node], place: dict[fx.Node, int], passed: _Pass
+) -> tuple[dict[fx.Node, Called], set[int]]:
+    """The calls in place that can run out of place, and how; and the memory that others write over all the same."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in order:
+        for storage in passed.storages.get(node, ()):
+            members.setdefault(storage, []).append(node)
+    pure: dict[fx.Node, Called] = {}
+    roots: dict[fx.Node, fx.Node] = {}
+    dirty: set[int] = set()
+    for node, written in passed.writes.items():
+        if _only_statistics(node, written, order, passed):
+            continue
+        first, called = _first(node), _out_of_place(node)
+        storages = {s for each in written for s in passed.storages[each]}
+        possible = called is not None and written == [first] and len(storages) == 1
+        possible = possible and not passed.contexts[node]  # out of place, no_grad would cut the graph
+        if possible and called is not None:
+            (storage,) = storages
+            root = roots.get(first, first)
+            holders = [m for m in members[storage] if roots.get(m, m) is not root and m is not node]
+            possible = not any(m.op in ("placeholder", "get_attr") for m in members[storage]) and not any(
+                place[user] > place[node] for m in holders if place[m] < place[node] for user in m.users
+            )
+            if possible and _same_kind(node, called, passed):
+                pure[node], roots[node] = called, root
+                continue
+        dirty |= storages
+    return {node: called for node, called in pure.items() if not passed.storages[node] & dirty}, dirty
+
+
+class _Names:
+    """A value that was changed in place goes by the name of the last call that changed it."""
+
+    def __init__(self, pure: Mapping[fx.Node, Called], place: Mapping[fx.Node, int]) -> None:
+        self.place = place
+        self.roots: dict[fx.Node, fx.Node] = {}
+        self.versions: dict[fx.Node, list[fx.Node]] = {}
+        for node in sorted(pure, key=place.__getitem__):
+            root = self.roots.get(_first(node), _first(node))
+            self.roots[node] = root
+            self.versions.setdefault(root, []).append(node)
+
+    def newest(self, n: fx.Node, at: fx.Node) -> fx.Node:
+        root = self.roots.get(n, n)
+        before = [node for node in self.versions.get(root, ()) if self.place[node] < self.place[at]]
+        return before[-1] if before else root
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, (bool, int, torch.dtype, torch.device, torch.layout, torch.Size)):
+        return True
+    return type(value) is tuple and bool(value) and all(isinstance(part, (int, bool)) for part in value)
+
+
+def _first(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+
+
+def _only_statistics(node: fx.Node, written: list[fx.Node], order: list[fx.Node], passed: _Pass) -> bool:
+    """Whether all it writes are running statistics that nobody else looks at."""
+    called = getattr(node.target, "__name__", "")
+    if called not in ("batch_norm", "instance_norm") or not written or _first(node) in written:
+        return False
+    storages = {s for each in written for s in passed.storages[each]}
+    readers = [
+        other
+        for other in order
+        if other.op not in ("placeholder", "get_attr")
+        and any(storages & passed.storages.get(source, set()) for source in other.all_input_nodes)
+    ]
+    return readers == [node]
+
+
+def _out_of_place(node: fx.Node) -> Called | None:
+    """The same call without writing over its first argument: op, target, args, kwargs."""
+    if node.kwargs.get("out") is not None:
+        return None
+    if node.op == "call_method":
+        name = str(node.target)
+        plain = name.rstrip("_")
+        if name.endswith("_") and not name.endswith("__") and plain not in NO_COUNTERPART and hasattr(Tensor, plain):
+            return node.op, plain, node.args, node.kwargs
+        return None
+    target: Any = node.target
+    if target in OUT_OF_PLACE:
+        return node.op, OUT_OF_PLACE[target], node.args, node.kwargs
+    if "inplace" in node.kwargs:
+        return node.op, target, node.args, {**node.kwargs, "inplace": False}
+    name = getattr(target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        for home in (torch, torch.nn.functional, torch._C._nn):
+            if getattr(home, name, None) is target and name.rstrip("_") not in NO_COUNTERPART:
+                function = getattr(home, name.rstrip("_"), None)
+                return (node.op, function, node.args, node.kwargs) if function is not None else None
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return None
+    if bound.arguments.get("inplace") is True:
+        bound.arguments["inplace"] = False
+        return node.op, target, bound.args, bound.kwargs
+    return None
+
+
+NO_COUNTERPART = (
+    *("zero", "fill", "copy", "set", "resize", "normal", "uniform", "random", "exponential", "geometric", "cauchy"),
+    *("log_normal", "bernoulli", "requires_grad", "detach", "swapaxes", "swapdims", "t", "transpose", "squeeze"),
+    *("unsqueeze", "as_strided", "rename", "share_memory", "apply", "map", "rrelu"),
+)
+
+
+def _same_kind(node: fx.Node, pure: Called, passed: _Pass) -> bool:
+    """Whether the call out of place would give the same shape and dtype."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    op, target, args, kwargs = pure
+    own = passed.values[_first(node)]
+    modes = [leaf.fake_mode for leaf in _tensors(own) if hasattr(leaf, "fake_mode")]
+    try:
+        with modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            given, named = fx.map_arg((args, kwargs), passed.values.__getitem__)
+            result = getattr(given[0], target)(*given[1:], **named) if op == "call_method" else target(*given, **named)
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and result.shape == own.shape and result.dtype == own.dtype
+
+
+def once_differentiable(module: fx.GraphModule) -> fx.GraphModule:
+    """With an error for second derivatives through functions with a backward of their own.
+
+    In a captured graph what such a function saves for its backward pass is a constant there, so that second derivatives
+    would be wrong without a word.
+    """
+    found = [node for node in module.graph.nodes if getattr(node.target, "__name__", "") == "autograd_function_apply"]
+    for node in found:
+        node.target = autograd_function_apply
+    if found:
+        module.recompile()
+    return module
+
+
+def autograd_function_apply(*args: Any, **kwargs: Any) -> Any:
+    args = tuple(
+        _Once.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
+        for x in args
+    )
+    return torch.ops.higher_order.autograd_function_apply(*args, **kwargs)
+
+
+class _Once(torch.autograd.Function):
+    """The identity, whose gradient has an error for a gradient, whether or not what arrives has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return grad
+        error = torch._C._functions.DelayedError(
+            b"second derivatives through an autograd.Function are not followed by Skip; use the plain model for them", 1
+        )
+        return error(grad.detach().requires_grad_())

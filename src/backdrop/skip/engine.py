@@ -1,0 +1,448 @@
+"""The engine: a captured graph with every segment that can be skipped run as one call, and the rest as it is."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, fx, nn
+
+from backdrop._draw import is_zero
+from backdrop._inserted import mask_tensors
+from backdrop._marks import layer_of
+from backdrop.graph import cost
+from backdrop.graph.capture import Capture
+from backdrop.graph.table import Statistics
+from backdrop.graph.trace import Traced, TraceError, is_mark, once_differentiable, trace
+from backdrop.layers import Backdrop, drops_samples
+from backdrop.skip.positions import Positions
+from backdrop.skip.programs import Program
+from backdrop.skip.report import Entry, Report
+from backdrop.skip.samples import Samples
+from backdrop.skip.segments import Demand, Segment, find_segment
+
+When: TypeAlias = Literal["pays", "lean", "always"]
+WHEN: tuple[When, ...] = ("pays", "lean", "always")
+GAVE_UP = "it gave up after many captures: keep what changes from step to step in tensors or p"
+PLANS = 32  # for sizes seen lately, per graph
+
+
+class Settings(NamedTuple):
+    statistics: Statistics
+    when: When
+    at_once: int | None
+
+
+class Engine:
+    """What a module does instead of its own forward: the same, without computing what masks block."""
+
+    def __init__(self, root: nn.Module, settings: Settings, report: Report, method: str = "forward") -> None:
+        self.root, self.settings, self.report, self.method = root, settings, report, method
+        self.own = root.__dict__.get(method)  # a forward that somebody put on the instance
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What was captured is never copied or stored."""
+        return {name: self.__dict__[name] for name in ("root", "settings", "report", "method", "own")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.capture: Capture | None = None
+        self.visited: set[Backdrop] = set()  # masks whose graphs ran in this call
+        # A graph break under torch.compile, because the mask decides what is computed. Not as a decorator: that would
+        # import the compiler along with the library.
+        self._outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """What the module does by itself."""
+        if self.own is not None:
+            own: Callable[..., Any] = self.own
+            return own
+        method: Callable[..., Any] = getattr(type(self.root), self.method).__get__(self.root)
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outside(*args, **kwargs)
+
+    def masks(self) -> dict[Backdrop, str]:
+        """The masks of the model and their dotted paths."""
+        return {module: path for path, module in self.root.named_modules() if isinstance(module, Backdrop)}
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        masks = self.masks()
+        reason = self._plain_because(masks)
+        if reason is not None:
+            if reason:
+                self._say(masks, reason)
+            return self.plain(*args, **kwargs)
+        if self.capture is None:
+            self.capture = Capture(self.plain, self._convert)
+        self.visited = set()
+        out = self.capture(*args, **kwargs)
+        missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
+        if missed:
+            self._say(missed, self._not_followed())
+        return out
+
+    def _plain_because(self, masks: dict[Backdrop, str]) -> str | None:
+        """Why the model runs as it is, without a look at its graph; nothing to say where no gradient is wanted."""
+        if not torch.is_grad_enabled():
+            return ""
+        if not any(mask.training for mask in masks):
+            return "in eval mode masks do nothing"
+        if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
+            return "no mask drops anything: p is 0"
+        if torch._C._are_functorch_transforms_active():
+            return "under torch.func's transforms"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "while a CUDA graph is recorded"
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or hooks._global_backward_hooks:
+            return "hooks for all modules are registered"
+        if hooks._global_backward_pre_hooks:
+            return "hooks for all modules are registered"
+        return None
+
+    def _say(self, masks: dict[Backdrop, str], reason: str) -> None:
+        entries = []
+        for mask, path in masks.items():
+            entry = Entry(path, "samples" if drops_samples(mask) else "positions")
+            entry.ran_plain(reason)
+            entries.append(entry)
+        self.report.update(entries)
+
+    def _not_followed(self) -> str:
+        assert self.capture is not None
+        said = self.capture.breaks[-1:] or [GAVE_UP]
+        return f"torch did not follow the model here ({said[0]})"
+
+    def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
+        module = once_differentiable(module)
+        if not any(is_mark(node) for node in _all_nodes(module)):
+            return module.forward
+        return Graph(self, module)
+
+
+def _is_active(mask: Backdrop) -> bool:
+    return mask.training and not is_zero(mask.p)
+
+
+def _all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for each in module.modules():
+        if isinstance(each, fx.GraphModule):
+            yield from each.graph.nodes
+
+
+class Graph:
+    """One captured graph with masks in it, and the plans for the sizes it was run with."""
+
+    def __init__(self, engine: Engine, module: fx.GraphModule) -> None:
+        self.engine, self.module = engine, module
+        self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self.numbers: list[int] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self.numbers is None:
+            self.numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
+        key = tuple(inputs[i] for i in self.numbers)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = Plan(self.engine, self.module, inputs)
+            if len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        else:
+            self.plans.move_to_end(key)
+        return plan(*inputs)
+
+
+class Event(NamedTuple):
+    """A mask at work: its layer, and the nodes that mark what it masks, one for each tensor."""
+
+    layer: Backdrop
+    nodes: list[fx.Node]
+
+    @property
+    def exits(self) -> list[fx.Node]:
+        return [_marked(node) for node in self.nodes]
+
+
+def _marked(node: fx.Node) -> fx.Node:
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+class Plan:
+    """A graph for inputs of one size: what is skipped in it, and code for all of it."""
+
+    def __init__(self, engine: Engine, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.engine = engine
+        self.failed = ""
+        self.parts: list[Part] = []
+        try:
+            self.traced = trace(module, inputs)
+        except TraceError as error:
+            self.failed = f"it cannot be followed on inputs of this size ({error})"
+            self.traced = _as_it_is(module)
+        events = _events(self.traced, inputs)
+        paths = engine.masks()
+        names = _names([paths.get(event.layer, "") for event in events])
+        drops = ["samples" if drops_samples(event.layer) else "positions" for event in events]
+        entries = dict(zip(map(id, events), map(Entry, names, drops), strict=True))
+        for group in self._groups(events):
+            self.parts.append(Part(engine, self.traced, group, [entries[id(event)] for event in group], self.failed))
+        self.entries = [entries[id(event)] for event in events]
+        self.layers = [event.layer for event in events]
+        if module.meta.get("break"):
+            for part in self.parts:
+                part.say_break(module.meta["break"])
+        self.code = self._code().forward
+
+    def __call__(self, *inputs: Any) -> Any:
+        self.engine.visited.update(self.layers)
+        self.engine.report.update(self.entries)
+        return self.code(*inputs)
+
+    def _groups(self, events: list[Event]) -> list[list[Event]]:
+        """Masks of samples that lie beside each other are one group: what both block need not be computed."""
+        groups: list[list[Event]] = []
+        for event in events:
+            beside = next((group for group in groups if self._beside(group, event)), None)
+            if beside is None:
+                groups.append([event])
+            else:
+                beside.append(event)
+        return groups
+
+    def _beside(self, group: list[Event], event: Event) -> bool:
+        traced = self.traced
+        if self.failed or event.layer in [other.layer for other in group]:
+            return False
+        sizes = set()
+        for each in (*group, event):
+            for node in each.exits:
+                shape = traced.shape(node)
+                if not shape or not drops_samples(each.layer, len(shape)):
+                    return False
+                sizes.add(shape[0])
+        if len(sizes) != 1 or len({traced.contexts[each.nodes[0]] for each in (*group, event)}) != 1:
+            return False
+        # All run where the last of them stands: nothing may need the others before.
+        order = {node: i for i, node in enumerate(traced.graph.nodes)}
+        place = order[event.nodes[-1]]
+        marks = {node for each in (*group, event) for node in each.nodes}
+        if any(node in marks for each in (*group, event) for node in each.exits):
+            return False
+        return all(order[user] > place or user in marks for mark in marks for user in mark.users)
+
+    def _code(self) -> fx.GraphModule:
+        """The graph with each part as one call, where its last mask stands."""
+        traced, graph, root = self.traced, fx.Graph(), nn.Module()
+        copies: dict[fx.Node, fx.Node] = {}
+        members = {node for part in self.parts for node in part.segment.steps}
+        marks = {node: (part, i) for part in self.parts for i, node in enumerate(part.marks)}
+        last = {part.marks[-1]: number for number, part in enumerate(self.parts)}
+        touched = {
+            storage
+            for part in self.parts
+            for node in (*part.segment.steps, *part.segment.entries, *part.segment.exits)
+            for storage in traced.storages.get(node, ())
+        }
+        for node in traced.graph.nodes:
+            if node in members or node in marks:
+                if node in last:
+                    part = self.parts[last[node]]
+                    name = f"part_{last[node]}"
+                    setattr(root, name, part)
+                    called = graph.call_module(name, tuple(copies[entry] for entry in part.segment.entries))
+                    for i, mark in enumerate(part.marks):
+                        copies[mark] = graph.call_function(_item, (called, i))
+                continue
+            if node.op == "get_attr":
+                _set(root, str(node.target), traced.module)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            was = traced.in_place.get(node)
+            if was is not None and not traced.storages[node] & touched:
+                op, target, args, kwargs = was
+                copies[node].op, copies[node].target = op, target
+                copies[node].args, copies[node].kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
+        return fx.GraphModule(root, graph)
+
+
+def _item(values: Sequence[Any], index: int) -> Any:
+    return values[index]
+
+
+def _set(root: nn.Module, path: str, module: nn.Module) -> None:
+    """What a graph finds under a path."""
+    name = path.partition(".")[0]
+    if not hasattr(root, name):
+        value = getattr(module, name)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            root.register_buffer(name, value)
+        else:
+            setattr(root, name, value)
+
+
+def _as_it_is(module: fx.GraphModule) -> Traced:
+    traced = Traced(module)
+    for node in module.graph.nodes:
+        traced.values[node] = node.meta.get("example_value")
+        traced.costs[node] = cost.Cost(0, 0, 0)
+        traced.contexts[node] = ()
+    return traced
+
+
+def _events(traced: Traced, inputs: Sequence[Any]) -> list[Event]:
+    events: list[Event] = []
+    given = dict(zip((node for node in traced.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    for node in traced.graph.nodes:
+        if is_mark(node):
+            number, leaf = (given.get(value, value) for value in node.args[1:])
+            if leaf == 0:
+                events.append(Event(layer_of(number), [node]))
+            else:
+                next(event for event in reversed(events) if event.layer is layer_of(number)).nodes.append(node)
+    return events
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """A mask that is called several times has an entry for each."""
+    seen: dict[str, int] = {}
+    names = []
+    for path in paths:
+        seen[path] = seen.get(path, 0) + 1
+        names.append(path if seen[path] == 1 else f"{path} ({seen[path]})")
+    return names
+
+
+class Part(nn.Module):
+    """A segment and its masks, or several beside each other: skipped where that pays and plain where it does not."""
+
+    def __init__(self, engine: Engine, traced: Traced, events: list[Event], entries: list[Entry], failed: str) -> None:
+        super().__init__()
+        self.settings, self.events, self.entries = engine.settings, events, entries
+        self.layers = [event.layer for event in events]
+        self.__dict__["layers"] = self.layers  # not as children
+        self.marks = [node for event in events for node in event.nodes]
+        self.segment = Segment(traced, {_marked(node): Demand((0,)) for node in self.marks})
+        self.segment.entries = list(self.segment.exits)
+        self.way: Positions | Samples | None = None
+        self.never = failed
+        if not failed:
+            self._find(traced)
+        self.plain = Program(self.segment, plain=True)
+        self.cost = self.segment.cost
+        self.decided: tuple[Any, str, int] | None = None  # for which p, why plain, in how many parts
+
+    def _find(self, traced: Traced) -> None:
+        first, policy = self.events[0], self.settings.statistics
+        if any(node not in traced.differentiable for node in self.segment.exits):
+            self.never = "no gradient is wanted"
+            return
+        shapes = {node: traced.shape(node) for node in self.segment.exits}
+        if not all(shapes.values()):
+            self.never = "there is no axis to mask along"
+            return
+        by_samples = all(drops_samples(event.layer, len(shapes[node])) for event in self.events for node in event.exits)
+        for entry in self.entries:
+            entry.drops = "samples" if by_samples else "positions"
+        if by_samples:
+            exits = {node: Demand((0,)) for node in shapes}
+            if next(iter(shapes.values()))[0] < 2:
+                self.never = "there is one sample"
+        else:
+            ((value, shape),) = shapes.items()
+            axes = _axes(first.layer, len(shape))
+            patch = first.layer.patch
+            sizes = (patch,) * len(axes) if isinstance(patch, int) else tuple(patch)
+            sizes = tuple(min(size, shape[axis]) for size, axis in zip(sizes, axes, strict=True))
+            exits = {value: Demand((0, *axes), 1, sizes, (0,) * len(axes), sizes)}
+        if not all(math.prod(shape) for shape in shapes.values()):
+            self.never = "there is nothing to mask"
+        segment = find_segment(traced, exits, self.marks, policy)
+        for entry in self.entries:
+            entry.kept = segment.kept
+        if not segment.steps:
+            self.never = self.never or (segment.kept[0][1] if segment.kept else "nothing lies before the mask")
+        if self.never:
+            return
+        self.segment = segment
+        if by_samples:
+            layers = {node: event.layer for event in self.events for node in event.exits}
+            self.way = Samples(segment, layers, policy, self.settings.at_once)
+        else:
+            self.way = Positions(segment, first.layer, policy)
+
+    def say_break(self, where: str) -> None:
+        """That it begins behind a graph break, if something before that may have a gradient."""
+        traced = self.segment.traced
+        outside = [node for node in self.segment.entries if node.op == "placeholder" and node in traced.differentiable]
+        if any(not isinstance(node.meta.get("example_value"), nn.Parameter) for node in outside):
+            for entry in self.entries:
+                entry.kept = [*entry.kept, ("a graph break", f"torch did not follow the model there ({where})")]
+            self.never = self.never and f"torch did not follow what lies before the mask ({where})"
+
+    def forward(self, *values: Any) -> list[Any]:
+        active = any(_is_active(layer) for layer in self.layers)
+        caches = isinstance(self.way, Samples) and self.settings.at_once is not None
+        if not active and not (caches and all(layer.training for layer in self.layers)):
+            return self._plainly(values, "no mask drops anything" if self.way is not None else self.never)
+        if self.way is None:
+            return self._plainly(values, self.never)
+        reason, parts = self._decide(values)
+        if reason:
+            return self._plainly(values, reason)
+        for entry in self.entries:
+            entry.skipped, entry.share = self.segment.skipped, self.segment.share
+        if isinstance(self.way, Positions):
+            self.entries[0].last = "backward has not run yet"
+            return [self.way.run(values, self.entries[0])]
+        outputs, said = self.way.run(values, parts)
+        for entry in self.entries:
+            entry.last = said
+        found = dict(zip(self.way.exits, outputs, strict=True))
+        return [found[_marked(mark)] for mark in self.marks]
+
+    def _plainly(self, values: Sequence[Any], reason: str) -> list[Any]:
+        for entry in self.entries:
+            entry.ran_plain(reason)
+        found = dict(zip(self.segment.exits, self.plain(values), strict=True))
+        outputs: list[Any] = []
+        for event in self.events:
+            outputs += mask_tensors(event.layer, [found[node] for node in event.exits])
+        return outputs
+
+    def _decide(self, values: Sequence[Any]) -> tuple[str, int]:
+        """Why it is better to run plain, if so; and in how many parts samples without gradients run."""
+        ps = tuple(float(layer.p) if layer.training else 0.0 for layer in self.layers)
+        device = next(value.device for value in values if isinstance(value, Tensor))
+        if self.decided is None or self.decided[0] != (ps, device):
+            self.decided = ((ps, device), *self._estimate(ps, device))
+        return self.decided[1], self.decided[2]
+
+    def _estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:
+        when, known = self.settings.when, self.cost
+        if isinstance(self.way, Samples):
+            spent = self.way.spent(known, device)
+            if when != "pays" or self.settings.at_once is not None or cost.pays(spent.skipped, spent.step):
+                return "", spent.parts
+            return f"running all {self.way.number} samples with gradients is faster", spent.parts
+        assert isinstance(self.way, Positions)
+        windows = self.way.windows_cost(1)
+        saved, needed = known.backward(device), windows.windows(device, self.way.kept_units(ps[0]))
+        if when == "always" or cost.pays(needed, saved):
+            return "", 1
+        kept, working = self.way.memory(ps[0])
+        if when == "lean" and working < kept:
+            return "", 1
+        return f"windows would cost {needed / saved:.2f} times the dense backward pass", 1
+
+
+def _axes(mask: Backdrop, ndim: int) -> tuple[int, ...]:
+    dims = [mask.dims] if isinstance(mask.dims, int) else list(mask.dims)
+    return tuple(axis for axis in (dim % ndim for dim in dims) if axis != 0)

@@ -1,0 +1,536 @@
+"""Positions dropped: run the segment without gradients, and in backward compute only the windows that matter.
+
+NOTE [how windows give the exact gradient]
+1. The mask is drawn once. Forward runs the segment on the whole map under no_grad and keeps its entries alone.
+2. Backward looks for *units* (a position, or a patch) that the mask kept and whose incoming gradient is not zero.
+   All others contribute exactly nothing to any gradient of the segment, because the chain rule is linear in them.
+3. Walking back from one unit, each call needs a box of cells: cells [s*i - P, s*i - P + d*(k-1)] for output cell i. A
+   union of boxes is a box again, of the same size for every unit, and it starts at step*u + start for unit u. Where a
+   call has more cells than its input (upsampling), units are made so large that this holds there too.
+4. The entries' boxes are cut out, one window per unit, and the segment runs on them with gradients. Where a call pads,
+   cells outside its input map get its padding value instead; elsewhere such cells are computed from nonsense, but no
+   cell inside the map ever reads them, and their gradient is zero.
+5. Gradients of weights are the sums over windows; those of maps are added back where the windows were cut.
+6. A call with batch statistics normalises its windows with those of the forward pass (see statistics.py), and a mean
+over
+   all positions is that of the forward pass.
+7. The number of windows is rounded up on a GPU, so that few shapes occur; the ones added carry no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from backdrop import functional
+from backdrop.graph import cost
+from backdrop.graph.table import Statistics, Tap, Where
+from backdrop.graph.trace import name_of
+from backdrop.layers import Backdrop
+from backdrop.skip import statistics
+from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish
+from backdrop.skip.programs import Program, drops
+from backdrop.skip.report import Entry
+from backdrop.skip.segments import Demand, Segment, statistics_of_all
+from backdrop.skip.windows import Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
+
+SMALL = 2**14  # numbers of a constant that is copied rather than watched
+CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
+
+
+class Positions:
+    """A segment on inputs of known sizes, and the mask behind it."""
+
+    def __init__(self, segment: Segment, mask: Backdrop, policy: Statistics) -> None:
+        self.segment, self.mask, self.policy = segment, mask, policy
+        ((self.exit, self.demand),) = segment.exits.items()
+        self.shape = segment.traced.shape(self.exit)
+        batch = self.demand.axes[0]
+        assert batch is not None
+        self.chains = self._find_chains()
+        inner = {node for chain in self.chains.values() for node in chain[:-1]}
+        self.inner = inner
+        self.fills = self._find_fills()
+        self.nodes = [node for node in segment.steps if node not in inner]
+        firsts = {chain[0]: node for node, chain in self.chains.items()}
+        reads = {node: node.all_input_nodes for node in segment.steps}
+        self.drops: dict[fx.Node, list[fx.Node]] = {}
+        for node, sources in drops(reads, {self.exit}).items():
+            if node not in inner or node in firsts:
+                self.drops[firsts.get(node, node)] = sources
+        self.lattice = Lattice(self.shape, self.demand, self.shape[batch], list(dict.fromkeys(self._maps())))
+        self.forward = Program(segment, keep_statistics=True)
+        self.read = {source for node in segment.steps for source in node.all_input_nodes}
+        unread = {source for node in segment.steps for source in self._running(node)}
+        self.saved = [node in self.read and node not in unread for node in segment.entries]
+
+    @property
+    def coupled(self) -> bool:
+        """Whether windows have to be computed all at once."""
+        return self.policy == "sampled" and bool(self.segment.couples)
+
+    def _running(self, node: fx.Node) -> list[fx.Node]:
+        """Running statistics that a call with batch statistics changes: windows have no use for them."""
+        if self.segment.steps[node].couples != "batch":
+            return []
+        return [source for source in statistics.running(node) if isinstance(source, fx.Node)]
+
+    def share(self, node: fx.Node, windows: float) -> float:
+        """The numbers in so many windows of a value over those of the whole map."""
+        shape, demand = self.segment.traced.shape(node), self.segment.demands[node]
+        if node in self.segment.pooled or not demand.full:
+            return 1.0
+        batch = demand.axes[0]
+        assert batch is not None
+        return windows * math.prod(demand.size) / (shape[batch] * math.prod(shape[a] for a in demand.positions))
+
+    def windows_cost(self, windows: float) -> cost.Cost:
+        """Of one forward pass on so many windows."""
+        costs = self.segment.traced.costs
+        scaled = []
+        for node in self.segment.steps:
+            share = self.share(node, windows)
+            scaled.append(
+                cost.Cost(costs[node].calls, costs[node].multiplications * share, costs[node].numbers * share)
+            )
+        return cost.total(scaled)
+
+    def kept_units(self, p: float) -> float:
+        """Windows of a step, on average: a unit of ours may hold several of the mask's."""
+        units = self.lattice.units()
+        patch = self.mask.patch
+        own = (patch,) * len(self.demand.step) if isinstance(patch, int) else tuple(patch)
+        times = math.prod(step / size for step, size in zip(self.demand.step, own, strict=True))
+        return max(1.0, units * (1 - p**times))
+
+    def memory(self, p: float) -> tuple[float, float]:
+        """Numbers that a plain pass keeps, and those that windows need at most at a time."""
+        traced, steps = self.segment.traced, self.segment.steps
+        sizes = {node: math.prod(traced.shape(node)) for node in steps}
+        windows = self.kept_units(p) * sum(sizes[node] * self.share(node, 1) for node in steps)
+        if not self.coupled:
+            windows = min(windows, 2 * max(sizes.values()))
+        return sum(sizes.values()), windows
+
+    def _find_chains(self) -> dict[fx.Node, list[fx.Node]]:
+        """Calls that follow each other and run as one, see epilogue.py: a normalisation, and rectifiers around it."""
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        segment = self.segment
+
+        def kinds(nodes: Sequence[fx.Node]) -> list[str | None]:
+            return [segment.steps[node].epilogue for node in nodes]
+
+        for node, step in segment.steps.items():
+            if step.epilogue is None or node in segment.pooled:
+                continue
+            if self.segment.demands[node].axes[0] != 0 or not _is_channelwise(segment, node):
+                continue
+            source = _first(node)
+            before = chains.get(source)
+            if before is not None and len(source.users) == 1 and [*kinds(before), step.epilogue] in CHAINS:
+                chains[node] = [*chains.pop(source), node]
+            else:
+                chains[node] = [node]
+        return chains
+
+    def _find_fills(self) -> dict[fx.Node, float]:
+        """What values are to hold outside the map.
+
+        The padding, where all that read a value slide over the same cells and pad alike, so that it is done once. And
+        zero behind a call that pads with infinity: such cells may hold anything, but zero times it has to be zero.
+        """
+        segment, fills = self.segment, dict[fx.Node, float]()
+        for value in (*segment.entries, *segment.steps):
+            demand = segment.demands.get(value)
+            if value in self.inner or demand is None or not demand.full:
+                continue
+            readers = [(node, step.inputs[value]) for node, step in segment.steps.items() if value in step.inputs]
+            wanted = {tap.fill if segment.steps[node].couples != "pool" else None for node, tap in readers}
+            fill = wanted.pop() if len(wanted) == 1 else None
+            if isinstance(fill, (int, float)) and all(segment.need(node, value) == demand for node, _ in readers):
+                fills[value] = float(fill)
+            elif value in segment.steps and any(
+                isinstance(tap.fill, float) and math.isinf(tap.fill) for tap in segment.steps[value].inputs.values()
+            ):
+                fills[value] = 0.0
+        return fills
+
+    def map(self, value: fx.Node, demand: Demand) -> Map:
+        shape = self.segment.traced.shape(value)
+        return demand.step, demand.start, demand.size, tuple(shape[axis] for axis in demand.positions)
+
+    def _maps(self) -> Iterator[Map]:
+        """Wherever it matters which cells of a window lie inside the map."""
+        segment = self.segment
+        for node, step in segment.steps.items():
+            for source, tap in step.inputs.items():
+                if tap.fill is not None and segment.demands[source].full:
+                    yield self.map(source, segment.need(node, source))
+                if step.couples == "pool":
+                    yield self.map(source, segment.demands[source])
+            if node not in segment.pooled and (step.couples or node in self.fills):
+                yield self.map(node, segment.demands[node])
+        for entry in segment.entries:
+            if entry in self.fills:
+                yield self.map(entry, segment.demands[entry])
+        yield self.map(self.exit, self.demand)
+
+    def run(self, values: Sequence[Any], entry: Entry) -> Tensor:
+        """The exit's value, with the mask behind it."""
+        one = Run(self, entry)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        one.others = [None if isinstance(value, Tensor) else value for value in values]
+        out: Tensor = Skipped.apply(one, *tensors)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _first(node: fx.Node) -> fx.Node:
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def _is_channelwise(segment: Segment, node: fx.Node) -> bool:
+    return len(segment.traced.shape(node)) >= 2
+
+
+@dataclass
+class Run:
+    """One forward and backward pass of a segment."""
+
+    plan: Positions
+    entry: Entry
+    others: list[Any] = field(default_factory=list)  # entries that are no tensors
+    weight: Tensor | None = None
+    kept: Kept | None = None
+    seen: dict[fx.Node, Any] = field(default_factory=dict)  # statistics and means of the forward pass
+    autocast: list[dict[str, Any]] = field(default_factory=list)
+
+    def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        given = iter(tensors)
+        return [next(given) if other is None else other for other in self.others]
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The segment on the whole map, without gradients. The mask is drawn first."""
+        plan = self.plan
+        widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
+        self.weight = plan.mask.draw_weight(widest.new_empty(()).expand(plan.shape))
+        self.kept = Kept(plan.lattice, self.weight)
+        out, self.seen = plan.forward(self.entries(tensors))
+        if torch.is_autocast_enabled(out.device.type):
+            torch.clear_autocast_cache()  # of weights that were cast without gradients
+        if tuple(out.shape) != plan.shape:
+            raise RuntimeError(f"{plan.exit} has shape {tuple(out.shape)}, but was planned to have {plan.shape}")
+        masked: Tensor = out
+        return masked
+
+    def replay(self, windows: Windows, entries: dict[fx.Node, Any]) -> Tensor:
+        """The segment on windows."""
+        plan, segment = self.plan, self.plan.segment
+        values = dict(entries)
+        spread: dict[fx.Node, Tensor] = {}
+        for node in plan.nodes:
+            step = segment.steps[node]
+            if step.couples == "pool":
+                values[node] = self._pool(node, windows, values)
+            elif node in segment.pooled:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                run = step.run if step.couples == "" and step.run is statistics_of_all else None
+                values[node] = _call(node, args, kwargs) if run is None else run(args, kwargs, None)
+            elif node in plan.chains:
+                values[node] = self._finish(plan.chains[node], windows, values)
+            else:
+                read: dict[fx.Node, Any] = {}
+                for source in node.all_input_nodes:
+                    read[source] = self._read(node, source, step.inputs.get(source), windows, values, spread)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
+                if step.couples == "sample":
+                    values[node] = self._sample_norm(node, args, kwargs, windows)
+                elif step.couples == "batch":
+                    values[node] = self._batch_norm(node, read[_first(node)], values, windows)
+                elif step.run is not None:
+                    values[node] = step.run(args, kwargs, self._where(node, windows))
+                else:
+                    values[node] = _call(node, args, kwargs)
+                del read, args, kwargs
+                _check_size(node, values[node], segment.demands[node], len(windows))
+            if node in plan.fills and node not in plan.chains:
+                demand = segment.demands[node]
+                values[node] = _fill(values[node], windows.inside[plan.map(node, demand)], demand, plan.fills[node])
+            for source in plan.drops.get(node, ()):
+                values.pop(source, None)
+        out: Tensor = values[plan.exit]
+        return out
+
+    def _where(self, node: fx.Node, windows: Windows) -> Where:
+        segment = self.plan.segment
+        demand, step = segment.demands[node], segment.steps[node]
+        sources = [(source, tap) for source, tap in step.inputs.items() if None not in tap.axes]
+        sizes: tuple[int, ...] = ()
+        first: tuple[tuple[int, int], ...] = tuple((start, start) for start in demand.start)
+        if sources:
+            source, tap = sources[0]
+            shape, need = segment.traced.shape(source), segment.need(node, source)
+            sizes = tuple(shape[axis] for axis in tap.axes[1:] if axis is not None)
+            first = tuple(zip(need.start, demand.start, strict=True))
+        return Where(partial(windows.cells, demand), sizes, first, demand.size, len(windows))
+
+    def _read(
+        self,
+        node: fx.Node,
+        source: fx.Node,
+        tap: Tap | None,
+        windows: Windows,
+        values: dict[fx.Node, Any],
+        spread: dict[fx.Node, Tensor],
+    ) -> Any:
+        """One of a call's inputs, cut down to the cells it reads, padded where they lie outside the map."""
+        plan, segment, x = self.plan, self.plan.segment, values[source]
+        if tap is None or tap.axes[0] is None:
+            return x
+        if not isinstance(x, Tensor):  # several tensors, which are taken apart next
+            have, need = segment.demands[source], segment.need(node, source)
+            return type(x)(each if have == need else _narrowed(each, have, need) for each in x)
+        if None in tap.axes:
+            if source not in spread:
+                spread[source] = x.index_select(tap.axes[0], windows.sample)
+            return spread[source]
+        have, need = segment.demands[source], segment.need(node, source)
+        x = _narrowed(x, have, need)
+        if tap.fill is None or plan.fills.get(source) == tap.fill:
+            return x
+        inside = windows.inside[plan.map(source, need)]
+        if isinstance(tap.fill, str):
+            return x if inside.complete else _from_inside(x, inside, need, tap.fill)
+        return _fill(x, inside, need, tap.fill)
+
+    def _moments(self, node: fx.Node, values: dict[fx.Node, Any]) -> Moments:
+        if self.plan.segment.steps[node].couples == "batch":
+            moments: Moments = self.seen[node]
+            return moments
+        return statistics.running_moments(node, values)
+
+    def _finish(self, chain: list[fx.Node], windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
+        plan, segment, node = self.plan, self.plan.segment, chain[-1]
+        steps = [segment.steps[each] for each in chain]
+        norm = next((each for each in chain if segment.steps[each].epilogue == "norm"), None)
+        source = _first(chain[0])
+        x = self._read(chain[0], source, steps[0].inputs[source], windows, values, {})
+        gamma = beta = moments = cells = inside = None
+        if norm is not None:
+            gamma, beta = statistics.weights(norm, values)
+            moments = self._moments(norm, values)
+        demand = segment.demands[node]
+        sampled = norm is not None and segment.steps[norm].couples == "batch" and plan.policy == "sampled"
+        if sampled or node in plan.fills:
+            found = windows.inside[plan.map(node, demand)]
+            inside = None if found.complete else found.ranges
+            if sampled:
+                cells = self._cells(node, found)
+        kinds = [step.epilogue for step in steps]
+        last = norm is not None and kinds[-1] == "relu"
+        how = Epilogue(kinds[0] == "relu", moments, cells, last, inside, demand.positions, plan.fills.get(node, 0.0))
+        return finish(x, gamma, beta, how)
+
+    def _cells(self, node: fx.Node, found: Inside) -> int:
+        """How many numbers of a channel are computed again."""
+        shape, positions = self.plan.segment.traced.shape(node), self.plan.segment.demands[node].positions
+        return found.number * math.prod(n for i, n in enumerate(shape) if i > 1 and i not in positions)
+
+    def _batch_norm(self, node: fx.Node, x: Tensor, values: dict[fx.Node, Any], windows: Windows) -> Tensor:
+        raise AssertionError("a normalisation over the batch is always part of an epilogue")
+
+    def _sample_norm(self, node: fx.Node, args: Any, kwargs: Any, windows: Windows) -> Tensor:
+        plan, demand = self.plan, self.plan.segment.demands[node]
+        inside = windows.inside[plan.map(node, demand)]
+        mean, inverse_std = self.seen[node]
+        how = statistics.SampleNorm(
+            mean, inverse_std, windows.sample, None if inside.complete else inside.ranges, demand.positions, plan.policy
+        )
+        return statistics.normalise_windows(node, args, kwargs, how)
+
+    def _pool(self, node: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
+        """The mean of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
+        plan, segment, source = self.plan, self.plan.segment, _first(node)
+        demand = segment.demands[source]
+        inside = windows.inside[plan.map(source, demand)]
+        return statistics.pool_windows(
+            values[source],
+            self.seen[node],
+            windows.sample,
+            None if inside.complete else inside.ranges,
+            demand,
+            plan.policy,
+        )
+
+    def backward(self, grad: Tensor, tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the entries that are tensors, from windows alone."""
+        plan, weight, segment = self.plan, self.weight, self.plan.segment
+        assert weight is not None
+        assert self.kept is not None
+        windows = find_windows(plan.lattice, self.kept, weight, grad)
+        self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again"
+        values = self.entries(tensors)
+        nodes = [node for node, other in zip(segment.entries, self.others, strict=True) if other is None]
+        if not len(windows):
+            return [
+                torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=True)
+            ]
+        exit_map = plan.map(plan.exit, plan.demand)
+        result: list[Tensor | None] = [None] * len(tensors)
+        size = len(windows) if plan.coupled else self._chunk(len(windows))
+        leaves: dict[fx.Node, Any] = dict(zip(segment.entries, values, strict=True))
+        full = {node for node in nodes if segment.demands.get(node) is not None and segment.demands[node].full}
+        for node, want in zip(nodes, wanted, strict=True):
+            if node not in full and isinstance(leaves[node], Tensor):
+                leaves[node] = leaves[node].detach().requires_grad_(want)
+        spelled = weight.expand([grad.shape[a] if a in plan.demand.axes else n for a, n in enumerate(weight.shape)])
+        for first in range(0, len(windows), size):
+            part = windows.part(first, first + size)
+            seeds = functional._multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
+            seeds = _fill(seeds, part.inside[exit_map], plan.demand, 0.0)
+            cuts = dict(leaves)
+            for node, want in zip(nodes, wanted, strict=True):
+                if node in full and isinstance(leaves[node], Tensor):
+                    cuts[node] = self._cut(node, leaves[node], part).requires_grad_(want)
+            with torch.enable_grad(), self._as_in_forward():
+                out = self.replay(part, cuts)
+            inputs = [cuts[node] for node, want in zip(nodes, wanted, strict=True) if want]
+            grads = iter(torch.autograd.grad(out, inputs, seeds, allow_unused=True)) if out.requires_grad else iter(())
+            del out, seeds
+            for i, (node, want) in enumerate(zip(nodes, wanted, strict=True)):
+                new = next(grads, None) if want else None
+                if new is None:
+                    continue
+                if node in full:
+                    new = self._paste(node, new, leaves[node], part)
+                result[i] = new if result[i] is None else result[i].add_(new)  # type: ignore[union-attr]
+        return result
+
+    def _cut(self, node: fx.Node, x: Tensor, windows: Windows) -> Tensor:
+        """The windows of an entry, padded already where all that reads them agrees."""
+        demand = self.plan.segment.demands[node]
+        taken = cut(x.detach(), windows, demand)
+        if node not in self.plan.fills:
+            return taken
+        inside = windows.inside[self.plan.map(node, demand)]
+        if inside.complete:
+            return taken
+        outside = ~cells_inside(taken, Epilogue(inside=inside.ranges, axes=demand.positions))
+        return taken.masked_fill_(outside, self.plan.fills[node])  # in place, which keeps the order in memory
+
+    def _paste(self, node: fx.Node, grad: Tensor, x: Tensor, windows: Windows) -> Tensor:
+        demand = self.plan.segment.demands[node]
+        if node in self.plan.fills:
+            grad = _fill(grad, windows.inside[self.plan.map(node, demand)], demand, 0.0)
+        return paste(grad, x, windows, demand)
+
+    def _chunk(self, windows: int) -> int:
+        """How many windows at a time, so that they need no more memory than the forward pass did."""
+        plan, traced = self.plan, self.plan.segment.traced
+        sizes = {node: math.prod(traced.shape(node)) for node in plan.segment.steps}
+        per_window = sum(size * plan.share(node, 1) for node, size in sizes.items() if node not in plan.segment.pooled)
+        chunks = max(1, math.ceil(windows * per_window / (2 * max(sizes.values()))))
+        return -(-windows // chunks)
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for settings in self.autocast:
+                stack.enter_context(torch.autocast(**settings))
+            yield
+
+
+def _check_size(node: fx.Node, value: Any, demand: Demand, windows: int) -> None:
+    """A rule that is wrong about sizes is an error with its name."""
+    for x in value if isinstance(value, (tuple, list)) else [value]:
+        along = [(demand.axes[0], windows), *zip(demand.positions, demand.size, strict=True)]
+        if isinstance(x, Tensor) and any(axis is not None and x.shape[axis] != size for axis, size in along):
+            wanted = dict(along)
+            raise RuntimeError(
+                f"the rule for {name_of(node)} is wrong: on windows it gives shape {tuple(x.shape)}, but along axes "
+                f"{list(wanted)} it should have the sizes {list(wanted.values())}"
+            )
+
+
+def _narrowed(x: Tensor, have: Demand, need: Demand) -> Tensor:
+    """The cells that are needed, of those that there are."""
+    for axis, a, b, m, n in zip(need.positions, have.start, need.start, have.size, need.size, strict=True):
+        x = x if m == n else x.narrow(axis, b - a, n)
+    return x
+
+
+def _call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return target(*args, **kwargs)
+
+
+def _fill(x: Tensor, inside: Inside, demand: Demand, value: float) -> Tensor:
+    """Set the cells of windows outside the map to `value`."""
+    if inside.complete:
+        return x
+    if demand.axes[0] != 0:
+        batch = demand.axes[0]
+        assert batch is not None
+        moved = tuple(axis + (axis < batch) for axis in demand.positions)
+        filled = finish(x.movedim(batch, 0), None, None, Epilogue(inside=inside.ranges, axes=moved, fill=value))
+        return filled.movedim(0, batch)
+    return finish(x, None, None, Epilogue(inside=inside.ranges, axes=demand.positions, fill=value))
+
+
+def _from_inside(x: Tensor, inside: Inside, demand: Demand, how: str) -> Tensor:
+    """Let the cells of windows outside the map hold those inside that they stand for."""
+    batch = demand.axes[0]
+    assert batch is not None
+    for i, axis in enumerate(demand.positions):
+        first, last = inside.ranges[:, i, :1].long(), inside.ranges[:, i, 1:].long() - 1
+        cell = torch.arange(x.shape[axis], device=x.device).expand(len(first), -1)
+        if how == "reflect":
+            cell = torch.where(cell < first, 2 * first - cell, cell)
+            cell = torch.where(cell > last, 2 * last - cell, cell)
+        index = torch.minimum(torch.maximum(cell, first), last.clamp(min=0)).clamp(0, x.shape[axis] - 1)
+        shape = [1] * x.ndim
+        shape[batch], shape[axis] = index.shape
+        x = x.gather(axis, (index if batch < axis else index.T).reshape(shape).expand_as(x))
+    return x
+
+
+def _is_apart(x: Tensor) -> bool:
+    return x.is_inference() or (not x.requires_grad and x.numel() <= SMALL)
+
+
+class Skipped(torch.autograd.Function):
+    """A segment and its mask, differentiated through windows."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Tensor:
+        ctx.run = run
+        saved = [keep for keep, other in zip(run.plan.saved, run.others, strict=True) if other is None]
+        # What was made in inference mode cannot be saved by torch. Small constants, buffers above all, may change
+        # before the backward pass, which is an error only for what torch itself would have saved.
+        ctx.apart = {
+            i: x if x.is_inference() else x.clone() for i, x in enumerate(tensors) if saved[i] and _is_apart(x)
+        }
+        keeps = [keep and i not in ctx.apart for i, keep in enumerate(saved)]
+        ctx.save_for_backward(*(tensor if keep else None for tensor, keep in zip(tensors, keeps, strict=True)))
+        run.autocast = [
+            {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+            for kind in {"cpu", tensors[0].device.type}
+        ]
+        return run.forward(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [ctx.apart.get(i, x) for i, x in enumerate(ctx.saved_tensors)]
+        return None, *ctx.run.backward(grad, tensors, ctx.needs_input_grad[1:])
