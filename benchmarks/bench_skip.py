@@ -2,6 +2,7 @@
 
     python benchmarks/bench_skip.py [--device cuda] [--sweep] [--json FILE] [--plot FILE]
     python benchmarks/bench_skip.py --again FILE --plot FILE
+    python benchmarks/bench_skip.py --foreign [--json FILE]
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
 `skip_blocked(model)`, of the plain model checkpointed in segments, of the plain model recomputed part by part as
@@ -9,6 +10,7 @@ GradCache does it, and the forward pass alone without gradients, which is the li
 in which they take turns, each with a step that is not measured, because the caches hold what ran last, and one that is.
 Memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds other p and image sizes,
 which `--plot` draws, and small steps, where skipping would not pay; `--again` draws the figures of an earlier run.
+`--foreign` measures models that others wrote instead (foreign.py), and whole batches of text in parts.
 """
 
 import argparse
@@ -248,8 +250,15 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="also over p and image size, for the plots")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw them into this file")
+    parser.add_argument("--foreign", action="store_true", help="models that others wrote, instead")
+    parser.add_argument("--only", help="with --foreign: the cases whose names hold this")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
     arguments = parser.parse_args()
+    if arguments.foreign:
+        import foreign
+
+        foreign.run(arguments)
+        return
     rows = json.loads(arguments.again.read_text())["rows"] if arguments.again else run(arguments)
     show(rows)
     if arguments.plot:

@@ -2653,6 +2653,53 @@ class Unused(Body):
         self.spare = nn.Linear(2, 2)
 
 
+@case("a normalisation for its statistics alone")
+class Statistics(Body):
+    """Nobody uses its result, but it keeps running statistics of what passes."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.norm = norm(kind)
+
+    def forward(self, x):
+        self.norm(self.a(x))
+        return self.b(x).tanh()
+
+
+@case("running statistics that are read behind their normalisation")
+class ReadsStatistics(Statistics):
+    def forward(self, x):
+        y = self.norm(self.a(x))
+        return self.b(y * (1 + self.norm.running_mean.sum())).tanh()
+
+
+@case("rectifiers with random slopes", own=True, kinds=("positions",))
+class RandomSlopes(Body):
+    def forward(self, x):
+        return self.b(F.rrelu(self.a(x), training=True))
+
+
+@case("rectifiers with a slope for each channel, as many as pixels", kinds=("positions",), skips=True)
+class Slopes(Body):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.slope = nn.PReLU(WIDTH)
+
+    def forward(self, x):
+        return self.slope(self.a(x)[..., :WIDTH])
+
+
+@case("a convolution with weights of its own for each sample", kinds=("positions",))
+class OwnWeights(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * WIDTH, 1, 3, 3))
+
+    def forward(self, x):
+        joined = x.reshape(1, -1, *x.shape[2:])
+        return F.conv2d(joined, self.weight, padding=1, groups=len(self.weight)).view_as(x)
+
+
 @case("a lazy layer", own=True, kinds=("samples",), ways=WAYS)
 class Lazy(nn.Module):
     def __init__(self, kind):

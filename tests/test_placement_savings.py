@@ -1,6 +1,7 @@
 """What Skip would save: the same decisions as Skip makes, and figures near what was measured."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from backdrop import Backdrop, Backdrop2d, insert, inspect, skip_blocked
 from backdrop.experiments.models import all_cnn, gp_network
 from backdrop.graph import cost
-from backdrop.placement.savings import Saving, savings
+from backdrop.placement.savings import savings
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 
@@ -129,8 +130,9 @@ def test_what_looks_at_values_ends_what_is_skipped():
             return x if x.sum() < float("inf") else -x
 
     model = nn.Sequential(nn.Conv2d(1, 2, 3), Decides(), Backdrop2d(0.9), nn.Conv2d(2, 2, 3))
-    expected = Saving(1.0, 1.0, "nothing lies before the mask")
-    assert savings(model, (1, 1, 16, 16)) == {"2": expected}
+    (expected,) = savings(model, (1, 1, 16, 16)).values()
+    assert (expected.time, expected.memory) == (1.0, 1.0)
+    assert re.fullmatch(r"torch did not follow what lies before the mask \(.* at .*savings.py:\d+\)", expected.note)
     found = inspect(model, (1, 1, 16, 16))
     assert [(row.name, row.receptive_field) for row in found.rows] == [
         *(("0", (3, 3)), ("1.sum", None), ("1.lt", None), ("2", (3, 3)), ("3", (5, 5))),
@@ -151,3 +153,66 @@ def test_several_outputs():
     found = savings(model, (1024, 256))["1.backdrop"]
     assert found.note == "skips 0, 1.first, 1.second"
     assert 1 / 3 < found.time < 0.5
+
+
+def test_a_device_that_is_ten_times_slower_has_rates_ten_times_lower():
+    """`measure` times three runs by a clock that is given: here each takes what a slow machine would need."""
+
+    def clock_of(probe):
+        size, weights = 4 * 32 * 64 * 64, 32 * 9
+        takes = [size * weights / probe.multiplications] * 5 + [2**21 / probe.numbers] * 5 + [50 * probe.call] * 5
+        times = [t for seconds in takes for t in (0.0, seconds)]
+        return iter(times).__next__
+
+    usual = cost.PROBED["cpu"]
+    slow = cost.Probe(usual.multiplications / 10, usual.numbers / 10, usual.call * 10)
+    found = cost.measure(torch.device("cpu"), clock_of(slow))
+    assert found == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("change", ["multiplications", "numbers", "call"])
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_rates_follow_what_was_measured(monkeypatch, change, times):
+    usual = cost.PROBED["cpu"]
+    monkeypatch.setattr(cost, "measure", lambda device: usual._replace(**{change: getattr(usual, change) * times}))
+    cost._measured.cache_clear()
+    try:
+        found = cost._measured("cpu", None, cost.CPU)
+    finally:
+        cost._measured.cache_clear()
+    for name in cost.Rates._fields:
+        changed = name == change or (change == "call" and name in cost.CALLS)
+        before = getattr(cost.CPU, name)
+        assert getattr(found, name) == (pytest.approx(before * times) if changed else before)
+
+
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_rates_that_are_ten_times_off_are_seen_in_decisions(monkeypatch, times):
+    """The benchmark's small steps, where calls take about as long as the work: with wrong rates they go the other way."""
+
+    def skips():
+        layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)]
+        model = nn.Sequential(*layers, Backdrop(0.95, exact=True))
+        return [savings(model, (rows, 64))["5"].time < 1 for rows in (16, 64, 256, 1024, 4096, 65536)]
+
+    right = skips()
+    assert right == sorted(right)  # from some size on
+    assert {True, False} <= set(right)
+    wrong = cost.CPU._replace(multiplications=cost.CPU.multiplications * times, numbers=cost.CPU.numbers * times)
+    monkeypatch.setattr(cost, "_rates", lambda device: wrong)
+    assert skips() != right
+
+
+def test_the_report_says_from_which_p_skipping_pays():
+    def last(p):
+        model = skip_blocked(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), Backdrop2d(p)))
+        model(torch.randn(1, 3, 128, 128)).sum().backward()
+        return model.skip_report[0].last
+
+    said = re.fullmatch(r"plain: windows would cost .* backward pass; it pays from p = ([\d.]+) on", last(0.5))
+    p = float(said[1])
+    assert not last(p).startswith("plain")
+    assert last(1 - 2 * (1 - p)).startswith("plain")
+    tiny = skip_blocked(nn.Sequential(nn.Linear(2, 2), Backdrop(0.5)))
+    tiny(torch.randn(4, 2)).sum().backward()
+    assert "samples with gradients is faster; it pays at no p" in tiny.skip_report[0].last

@@ -37,9 +37,17 @@ def _relu(call: Call) -> Step:
 def _dropout(call: Call) -> Step:
     """Also under masks of positions where it does nothing."""
     training = bool(call.argument(2, "training", True))
-    if len(call.axes) > 1 and training and call.argument(1, "p", 0.5) != 0 and not call.reading:
+    return _drawn(call, "dropout", training and call.argument(1, "p", 0.5) != 0)
+
+
+def _rrelu(call: Call) -> Step:
+    return _drawn(call, "rrelu", bool(call.argument(3, "training", False)))
+
+
+def _drawn(call: Call, name: str, draws: bool) -> Step:
+    if len(call.axes) > 1 and draws and not call.reading:
         raise UnsupportedError(
-            "dropout would draw new numbers when windows are computed again; move it behind the mask"
+            f"{name} would draw new numbers when windows are computed again; move it behind the mask"
         )
     return call.elementwise()
 
@@ -235,6 +243,13 @@ def _reshape(call: Call) -> Step:
                 raise UnsupportedError("it reshapes the positions")
             axes.append(left[0])
     return call.moved(tuple(axes), run=_resized(call, torch.reshape), inner=inner)
+
+
+def _prelu(call: Call) -> Step:
+    """Its weights lie along the second axis, unlike what is broadcast."""
+    if call.argument(1, "weight") in call.shapes and math.prod(call.shapes[call.argument(1, "weight")]) > 1:
+        call.refuse_along(1)
+    return call.same()
 
 
 def _reshape_as(call: Call) -> Step:
@@ -601,12 +616,11 @@ _NAMES = (
     *("contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool", "relu_"),
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or"),
     *("bitwise_not", "heaviside", "zeros_like", "ones_like", "full_like", "empty_like", "expand_as", "sinc", "deg2rad"),
-    *("requires_grad_", "greater", "less", "prelu", "rsqrt", "threshold", "copysign", "alias"),
+    *("requires_grad_", "greater", "less", "rsqrt", "threshold", "copysign", "alias"),
 )
 _FUNCTIONAL = (
     *("relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "softplus", "softsign"),
     *("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "threshold", "softshrink", "hardshrink", "tanhshrink"),
-    *("prelu", "rrelu"),
 )
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "neg", "pos", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge"),
@@ -630,6 +644,8 @@ _register(_elementwise, *_NAMES, *_FUNCTIONAL)
 for _name in _OPERATORS:
     register_rule(getattr(operator, _name))(_elementwise)
 _register(_relu, "relu")
+_register(_prelu, "prelu")
+_register(_rrelu, "rrelu")
 _register(
     _dropout,
     "dropout",

@@ -179,6 +179,7 @@ class _Pass:
             raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
         self.values[node], self.costs[node] = value, self.meter.cost
         changed = {id(leaf) for leaf, version in before if leaf._version != version}
+        changed |= {id(leaf) for leaf in _running_statistics(node, args, kwargs)}
         if changed:
             self.writes[node] = [
                 source for source in sources if any(id(leaf) in changed for leaf in _tensors(self.values[source]))
@@ -192,6 +193,15 @@ class _Pass:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _running_statistics(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Those that a normalisation writes over, which stand-ins do not show."""
+    if getattr(node.target, "__name__", "") not in ("batch_norm", "instance_norm"):
+        return []
+    training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", True))
+    given = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [x for x in given if isinstance(x, Tensor)] if training is not False else []
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:

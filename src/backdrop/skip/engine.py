@@ -14,7 +14,7 @@ from backdrop._draw import is_zero
 from backdrop._inserted import mask_tensors
 from backdrop._marks import layer_of
 from backdrop.graph import cost
-from backdrop.graph.capture import Capture
+from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.table import Statistics
 from backdrop.graph.trace import Traced, TraceError, is_mark, once_differentiable, trace
 from backdrop.layers import Backdrop, drops_samples
@@ -51,6 +51,7 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.capture: Capture | None = None
+        self.graphs: list[Graph] = []  # those with masks in them, newest last
         self.visited: set[Backdrop] = set()  # masks whose graphs ran in this call
         # A graph break under torch.compile, because the mask decides what is computed. Not as a decorator: that would
         # import the compiler along with the library.
@@ -124,7 +125,8 @@ class Engine:
         module = once_differentiable(module)
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
-        return Graph(self, module)
+        self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
+        return self.graphs[-1]
 
 
 def _is_active(mask: Backdrop) -> bool:
@@ -383,9 +385,11 @@ class Part(nn.Module):
         traced = self.segment.traced
         outside = [node for node in self.segment.entries if node.op == "placeholder" and node in traced.differentiable]
         if any(not isinstance(node.meta.get("example_value"), nn.Parameter) for node in outside):
+            if self.never:
+                self.never = f"torch did not follow what lies before the mask ({where})"
+                return
             for entry in self.entries:
                 entry.kept = [*entry.kept, ("a graph break", f"torch did not follow the model there ({where})")]
-            self.never = self.never and f"torch did not follow what lies before the mask ({where})"
 
     def forward(self, *values: Any) -> list[Any]:
         active = any(_is_active(layer) for layer in self.layers)
@@ -431,16 +435,34 @@ class Part(nn.Module):
             spent = self.way.spent(known, device)
             if when != "pays" or self.settings.at_once is not None or cost.pays(spent.skipped, spent.step):
                 return "", spent.parts
-            return f"running all {self.way.number} samples with gradients is faster", spent.parts
+            reason = f"running all {self.way.number} samples with gradients is faster"
+            return f"{reason}; {self._pays_from(device)}", spent.parts
         assert isinstance(self.way, Positions)
-        windows = self.way.windows_cost(1)
-        saved, needed = known.backward(device), windows.windows(device, self.way.kept_units(ps[0]))
+        needed, saved = self._windows_and_dense(self.way, ps[0], device)
         if when == "always" or cost.pays(needed, saved):
             return "", 1
         kept, working = self.way.memory(ps[0])
         if when == "lean" and working < kept:
             return "", 1
-        return f"windows would cost {needed / saved:.2f} times the dense backward pass", 1
+        return f"windows would cost {needed / saved:.2f} times the dense backward pass; {self._pays_from(device)}", 1
+
+    def _windows_and_dense(self, way: Positions, p: float, device: torch.device) -> tuple[float, float]:
+        """Seconds of the backward pass through windows, and of the plain one."""
+        return way.windows_cost(1).windows(device, way.kept_units(p)), self.cost.backward(device)
+
+    def _pays_from(self, device: torch.device) -> str:
+        """From which p on skipping would save time, in words."""
+
+        def pays(p: float) -> bool:
+            if isinstance(self.way, Samples):
+                spent = self.way.spent(self.cost, device, p)
+                return cost.pays(spent.skipped, spent.step)
+            assert isinstance(self.way, Positions)
+            return cost.pays(*self._windows_and_dense(self.way, p, device))
+
+        shares = [digits * 10.0**-decade for decade in range(1, 5) for digits in (9, 8, 7, 6, 5, 4, 3, 2, 1)]
+        found = next((1 - share for share in shares if pays(1 - share)), None)
+        return f"it pays from p = {found:.4g} on" if found is not None else "it pays at no p"
 
 
 def _axes(mask: Backdrop, ndim: int) -> tuple[int, ...]:

@@ -70,16 +70,16 @@ class Samples:
         self.in_step = InStep(segment, policy) if self.norms else None
         self.rows = [segment.demands.get(node) for node in segment.entries]
 
-    def kept_samples(self) -> float:
-        """On average: those that any of the masks keeps."""
+    def kept_samples(self, p: float | None = None) -> float:
+        """On average: those that any of the masks keeps, as they are or with this p."""
         dropped = 1.0
         for mask in set(self.masks):
-            dropped *= float(mask.p) if mask.training else 0.0
+            dropped *= (float(mask.p) if mask.training else 0.0) if p is None else p
         return max(1.0, self.number * (1 - dropped))
 
-    def spent(self, known: cost.Cost, device: torch.device) -> Spent:
-        """What a step takes by the cost model, from what a pass costs."""
-        kept = self.kept_samples()
+    def spent(self, known: cost.Cost, device: torch.device, p: float | None = None) -> Spent:
+        """What a step takes by the cost model, from what a pass costs, as the masks are or with this p."""
+        kept = self.kept_samples(p)
         parts, step = self._number_of_parts(self.number - kept, kept), known.step(device)
 
         def skipped() -> float:

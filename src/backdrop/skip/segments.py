@@ -287,6 +287,8 @@ class _Walk:
         if step.couples == "pool":
             return self.demands[source]
         new, known = _input(self.demands[node], tap), self.demands.get(source)
+        if self.unit and new.inner != 1 and new.axes[0] is not None:
+            raise UnsupportedError("samples share an axis with something else")
         if not new.full:
             new = new._replace(step=(), start=(), size=())
         if known is None or known == new:
