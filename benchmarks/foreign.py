@@ -33,7 +33,7 @@ MODELS = {  # of timm, and behind which module a mask of positions lies
     "seresnet18": "layer2",
     "vgg11_bn": "features.14",
     "mobilenetv3_small_100": "blocks.1",
-    "regnetx_002": "s2",
+    "regnetx_002": "s2.b1",
     "densenet121": "features.transition2",
 }
 SHARE = 0.85  # of what is possible: the goal

@@ -451,13 +451,13 @@ def test_where_gradients_are_skipped_nothing_is_compiled_or_recorded(tmp_path, m
     compiled = []
     real = torch.compile
 
-    def compile(model, **how):
+    def compiling(model, **how):
         if "backend" in how:  # the engine's capture
             return real(model, **how)
         compiled.append(how)
         return model
 
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch, "compile", compiling)
     options = Options(accelerator="cuda" if graphs else "cpu", threads=1, graphs=graphs, compile=not graphs)
     gp(tmp_path / "skipped", options=options, skip="sampled", passes=4)
     assert not compiled

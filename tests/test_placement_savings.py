@@ -188,7 +188,7 @@ def test_rates_follow_what_was_measured(monkeypatch, change, times):
 
 @pytest.mark.parametrize("times", [0.1, 10.0])
 def test_rates_that_are_ten_times_off_are_seen_in_decisions(monkeypatch, times):
-    """The benchmark's small steps, where calls take about as long as the work: with wrong rates they go the other way."""
+    """Small steps, where calls take about as long as the work: with wrong rates some go the other way."""
 
     def skips():
         layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)]

@@ -108,6 +108,8 @@ def test_parts_are_fewer_where_many_would_not_pay(monkeypatch, most, parts, norm
     fast(x)  # which captures it
     Watch.seen.clear()
     fast(x)
+    if norm and parts:
+        parts = 1  # all in one pass, for the statistics
     assert [grad for _, grad in Watch.seen].count(False) == (parts or 0)
     assert fast.skip_report[0].last.startswith("15 of 1536" if parts else "plain")
 

@@ -63,11 +63,11 @@ class Cost(NamedTuple):
         rates = _rates(device)
         return _both(rates, self.calls * rates.step_call, 3 * self._work(rates))
 
-    def step_of_some(self, device: torch.device, kept: float, parts: int, *, norms: bool) -> float:
-        """The same for a share of the samples, and forward alone for the others in so many parts."""
+    def step_of_some(self, device: torch.device, kept: float, parts: int, *, norms: bool, twice: bool = False) -> float:
+        """The same for a share of the samples, and forward alone for the others in so many parts, or for all."""
         rates = _rates(device)
         calls = self.calls * ((rates.normed_call if norms else rates.step_call) + parts * rates.call)
-        return rates.split + _both(rates, calls, (1 + 2 * kept) * self._work(rates))
+        return rates.split + _both(rates, calls, (1 + (3 if twice else 2) * kept) * self._work(rates))
 
     def _work(self, rates: Rates) -> float:
         return self.multiplications / rates.multiplications + self.numbers / rates.numbers
@@ -168,9 +168,11 @@ class Meter(TorchDispatchMode):
 
         self.flops = flop_registry | {torch.ops.aten.cudnn_convolution_relu: _convolution_flops}
         self.cost = Cost(0, 0, 0)
+        self.draws = False  # random numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if not func.is_view and func.namespace != "prim":  # which is bookkeeping of fake tensors
             count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0

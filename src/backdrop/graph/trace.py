@@ -60,6 +60,7 @@ class Traced:
     contexts: dict[fx.Node, Any] = field(default_factory=dict)  # the modes that a call runs under
     spelled: set[fx.Node] = field(default_factory=set)  # values that were broadcast, for those who need all of them
     storages: dict[fx.Node, set[int]] = field(default_factory=dict)  # whose memory a result lies in
+    draws: set[fx.Node] = field(default_factory=set)  # calls that draw random numbers
     in_place: dict[fx.Node, Called] = field(default_factory=dict)  # what pure calls were before
 
     @property
@@ -121,6 +122,7 @@ class _Pass:
 
         self.values: dict[fx.Node, Any] = {}
         self.costs: dict[fx.Node, Cost] = {}
+        self.draws: set[fx.Node] = set()
         self.runtime: set[fx.Node] = set()  # numbers that are known only when the graph runs
         self.storages: dict[fx.Node, set[int]] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # whose memory a call writes over
@@ -167,7 +169,7 @@ class _Pass:
         before = [(leaf, leaf._version) for source in sources for leaf in _tensors(self.values[source])]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         try:
-            self.meter.cost = Cost(0, 0, 0)
+            self.meter.cost, self.meter.draws = Cost(0, 0, 0), False
             target: Any = node.target
             if node.op == "call_function":
                 value = target(*args, **kwargs)
@@ -178,6 +180,8 @@ class _Pass:
         except Exception as error:
             raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
         self.values[node], self.costs[node] = value, self.meter.cost
+        if self.meter.draws:
+            self.draws.add(node)
         changed = {id(leaf) for leaf, version in before if leaf._version != version}
         changed |= {id(leaf) for leaf in _running_statistics(node, args, kwargs)}
         if changed:
@@ -268,6 +272,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         traced.costs[copy] = passed.costs.get(node, Cost(0, 0, 0))
         traced.contexts[copy] = passed.contexts.get(node, ())
         traced.storages[copy] = passed.storages.get(node, set())
+        if node in passed.draws:
+            traced.draws.add(copy)
         if any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
             traced.differentiable.add(copy)
         if node.op in ("placeholder", "get_attr"):

@@ -224,7 +224,7 @@ class Run:
         widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
         self.weight = plan.mask.draw_weight(widest.new_empty(()).expand(plan.shape))
         self.kept = Kept(plan.lattice, self.weight)
-        out, self.seen = plan.forward(self.entries(tensors))
+        (out,), self.seen = plan.forward(self.entries(tensors))
         if torch.is_autocast_enabled(out.device.type):
             torch.clear_autocast_cache()  # of weights that were cast without gradients
         if tuple(out.shape) != plan.shape:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from backdrop.graph.table import Statistics, Step, Where
 from backdrop.skip import statistics
+from backdrop.skip.epilogue import Moments
 from backdrop.skip.segments import Segment
 
 
@@ -83,10 +84,7 @@ class Program:
 
     def __call__(self, entries: Sequence[Any], rows: int = 0) -> Any:
         outputs, seen = self.code(*entries, rows)
-        if self.keep_statistics:
-            (out,) = outputs
-            return out, dict(zip(self.kept, seen, strict=True))
-        return outputs
+        return (outputs, dict(zip(self.kept, seen, strict=True))) if self.keep_statistics else outputs
 
 
 def _item(pair: Sequence[Any], index: int) -> Any:
@@ -104,7 +102,10 @@ def _on_rows(step: Step) -> Callable[..., Any]:
 
 
 class InStep:
-    """The calls of a segment on several parts of a batch, each call for all parts; the first part has gradients."""
+    """The calls of a segment on several parts of a batch, each call for all parts; the first part has gradients.
+
+    Statistics are those of all parts together, or, where the others have run before, those that were seen there.
+    """
 
     def __init__(self, segment: Segment, policy: Statistics) -> None:
         self.segment, self.policy = segment, policy
@@ -120,12 +121,14 @@ class InStep:
         self.merged = {conv for conv, _ in self.fused.values()}
         self.lean_drops = drops(reads, set(segment.exits))
 
-    def __call__(self, parts: list[list[Any]], rows: list[int]) -> list[list[Tensor]]:
+    def __call__(
+        self, parts: list[list[Any]], rows: list[int], seen: Mapping[fx.Node, Moments] | None = None
+    ) -> list[list[Tensor]]:
         segment = self.segment
         values = [dict(zip(segment.entries, part, strict=True)) for part in parts]
         for node, step in segment.steps.items():
             if step.couples == "batch":
-                self._normalise(node, values)
+                self._normalise(node, values, None if seen is None else seen[node])
             else:
                 for i, known in enumerate(values):
                     if i and node in self.merged:
@@ -150,12 +153,12 @@ class InStep:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _normalise(self, node: fx.Node, values: list[dict[fx.Node, Any]]) -> None:
+    def _normalise(self, node: fx.Node, values: list[dict[fx.Node, Any]], seen: Moments | None) -> None:
         source = node.args[0] if node.args else node.kwargs["input"]
         assert isinstance(source, fx.Node)
         reuse = len(source.users) == 1 and source in self.segment.steps
         xs = [known[source] for known in values]
-        done = statistics.normalise_together(node, values[0], xs, self.policy, reuse)
+        done = statistics.normalise_together(node, values[0], xs, self.policy, reuse, seen)
         for known, y in zip(values, done, strict=True):
             known[node] = y
 

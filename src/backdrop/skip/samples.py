@@ -68,6 +68,9 @@ class Samples:
         self.program = Program(segment)
         self.lean = Program(segment, fused=True)
         self.in_step = InStep(segment, policy) if self.norms else None
+        self.all_first: Program | None = None
+        if self.norms and at_once is None and not segment.traced.draws & segment.steps.keys():
+            self.all_first = Program(segment, keep_statistics=True)
         self.rows = [segment.demands.get(node) for node in segment.entries]
 
     def kept_samples(self, p: float | None = None) -> float:
@@ -79,15 +82,20 @@ class Samples:
 
     def spent(self, known: cost.Cost, device: torch.device, p: float | None = None) -> Spent:
         """What a step takes by the cost model, from what a pass costs, as the masks are or with this p."""
-        kept = self.kept_samples(p)
+        kept, twice = self.kept_samples(p), self._is_twice(device)
         parts, step = self._number_of_parts(self.number - kept, kept), known.step(device)
+        parts = 1 if twice else parts
 
         def skipped() -> float:
-            return known.step_of_some(device, kept / self.number, parts, norms=self.norms)
+            return known.step_of_some(device, kept / self.number, parts, norms=self.norms, twice=twice)
 
         while parts > 1 and self.at_once is None and not cost.pays(skipped(), step):  # fewer take more memory
             parts //= 2
         return Spent(kept, parts, step, skipped())
+
+    def _is_twice(self, device: torch.device) -> bool:
+        """Whether kept samples run twice: with all others, and again with gradients."""
+        return self.all_first is not None and device.type == "cpu"
 
     def run(self, values: Sequence[Any], parts: int) -> tuple[list[Tensor], str]:
         """The exits' values with the masks behind them, and in words how they were computed."""
@@ -162,9 +170,21 @@ class Samples:
         return _merge(outputs, merged, split)
 
     def _together(self, values: Sequence[Any], split: Split, parts: int) -> list[Tensor]:
-        """All parts call by call, because calls with batch statistics need them all; the kept ones have gradients."""
-        rows = [split.kept, *self._parts(split.rest, parts)]
+        """All parts call by call, because calls with batch statistics need them all; the kept ones have gradients.
+
+        On a CPU, where many calls on small parts are slow, all samples take one pass without gradients, and the kept
+        ones another with the statistics of the first.
+        """
         assert self.in_step is not None
+        if self._is_twice(split.kept.device):
+            assert self.all_first is not None
+            with torch.no_grad():
+                whole, seen = self.all_first(values)
+            if torch.is_autocast_enabled("cpu"):
+                torch.clear_autocast_cache()  # of weights that were cast without gradients
+            (again,) = self.in_step([self._take(values, split.kept)], [len(split.kept)], seen)
+            return _merge(again, whole, split)
+        rows = [split.kept, *self._parts(split.rest, parts)]
         taken = []
         for i, each in enumerate(rows):
             with torch.set_grad_enabled(i == 0):

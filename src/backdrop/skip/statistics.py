@@ -81,13 +81,23 @@ def normalise(
 
 
 def normalise_together(
-    node: fx.Node, values: Mapping[fx.Node, Any], parts: list[Tensor], policy: Statistics, reuse: bool
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    parts: list[Tensor],
+    policy: Statistics,
+    reuse: bool,
+    seen: Moments | None = None,
 ) -> list[Tensor]:
-    """The same on a batch in parts, to rounding; the first alone has gradients. `reuse` writes over the others."""
+    """The same on a batch in parts, to rounding; the first alone has gradients. `reuse` writes over the others.
+
+    With the statistics that were `seen` in a pass over all, parts take these.
+    """
     given = settings(node, values)
-    _check_number(parts)
     weight, bias = given.get("weight"), given.get("bias")
-    used = _moments_of_all(given, [x.detach() for x in parts])
+    if seen is None:
+        _check_number(parts)
+        seen = _moments_of_all(given, [x.detach() for x in parts])
+    used = seen
     cells = parts[0].numel() // parts[0].shape[1] if policy == "sampled" else None
     how = Epilogue(moments=used, cells=cells)
     parts[0] = finish(parts[0], weight, bias, how)
