@@ -238,6 +238,58 @@ def test_branches_and_functions():
     assert not fast.skip_report[0].kept
 
 
+class Splits(nn.Module):
+    """Parts of one value go ways with different reach before they are joined: windows of it are larger than each."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.way = nn.Conv2d(2, 6, 3, padding=1), way
+        self.small, self.large = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, (1, 7), padding=(0, 3))
+        self.mask = Backdrop2d(0.95)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        a, b, c = (
+            h.split(2, 1)
+            if self.way == "split"
+            else h.chunk(3, 1)
+            if self.way == "chunk"
+            else h.view(h.shape[0], 3, 2, *h.shape[2:]).unbind(1)
+        )
+        return self.mask(torch.cat([a, self.small(b), self.large(c)], 1) + torch.cat([b, c, a], 1))
+
+
+@pytest.mark.parametrize("way", ["split", "chunk", "unbind"])
+def test_parts_with_different_reach(way):
+    fast = check(Splits(way).double(), torch.randn(2, 2, 17, 23, dtype=torch.float64))
+    assert ran_windows(fast)
+    assert not fast.skip_report[0].kept
+
+
+class LeftOut(nn.Module):
+    """Stochastic depth as timm has it: a number for each sample, drawn into memory that is written over twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.last(h.relu())
+        keep = y.new_empty((y.shape[0], 1, 1, 1)).bernoulli_(0.5)
+        keep.div_(0.5)
+        return h + y * keep
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["positions", "samples"])
+def test_paths_left_out(samples):
+    generator = torch.Generator()
+    mask = Backdrop(0.7, generator=generator) if samples else Backdrop2d(0.9, generator=generator)
+    fast = check(nn.Sequential(LeftOut(), mask).double(), torch.randn(8, 2, 12, 13, dtype=torch.float64))
+    assert not fast.skip_report[0].kept
+    assert "0.first" in fast.skip_report[0].skipped
+
+
 class Shared(nn.Module):
     """One layer twice, and one parameter in two layers."""
 

@@ -8,7 +8,8 @@ costs, whether it carries a gradient, whose memory it shares and what it writes 
 used
    the value afterwards uses the result.
 3. What is left is *pinned*, with a reason: calls that write over memory that something else sees, all that read such
-   memory, and calls under a `no_grad` or `autocast` of their own. They have to run where they stand.
+   memory before the last of them, and calls under a `no_grad` or `autocast` of their own. They have to run where they
+   stand.
 """
 
 from __future__ import annotations
@@ -248,6 +249,7 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         if node not in passed.runtime and node.op != "get_attr" and _is_size(value)
     }
     pure, dirty = _pure_calls(order, place, passed)
+    last_write = _last_writes(place, passed)
     names = _Names(pure, place)
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -267,6 +269,7 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.in_place[copy] = (copy.op, copy.target, copy.args, copy.kwargs)
             new = fx.map_arg((args, kwargs), argument)
             copy.op, copy.target, copy.args, copy.kwargs = op, target, *new
+        _without_source(copy, passed.values.get(node))
         copies[node] = copy
         traced.values[copy] = passed.values.get(node)
         traced.costs[copy] = passed.costs.get(node, Cost(0, 0, 0))
@@ -283,7 +286,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         elif "no_grad" in passed.contexts[node]:
             traced.pinned[copy] = WITHOUT_GRADIENT
         statistics = _only_statistics(node, passed.writes.get(node, []), order, passed)
-        touched = {s for source in node.all_input_nodes for s in passed.storages.get(source, ())}
+        read = {s for source in node.all_input_nodes for s in passed.storages.get(source, ())}
+        touched = {s for s in read if last_write.get(s, -1) > place[node]}
         if (touched | passed.storages[node]) & dirty or (node in passed.writes and node not in pure and not statistics):
             traced.pinned.setdefault(copy, SHARED)
     kept = {copies[node] for node in passed.writes if node in copies}
@@ -333,6 +337,16 @@ def _pure_calls(
                 continue
         dirty |= storages
     return {node: called for node, called in pure.items() if not passed.storages[node] & dirty}, dirty
+
+
+def _last_writes(place: dict[fx.Node, int], passed: _Pass) -> dict[int, int]:
+    """Behind which call memory is not written over any more; what comes from outside may be changed there later."""
+    last: dict[int, int] = {}
+    for node, written in passed.writes.items():
+        for storage in (s for each in written for s in passed.storages[each]):
+            last[storage] = max(last.get(storage, -1), place[node])
+    outside = {s for node in place if node.op in ("placeholder", "get_attr") for s in passed.storages.get(node, ())}
+    return {storage: len(place) if storage in outside else at for storage, at in last.items()}
 
 
 class _Names:
@@ -409,6 +423,24 @@ def _out_of_place(node: fx.Node) -> Called | None:
     return None
 
 
+def _without_source(copy: fx.Node, value: Any) -> None:
+    """`x.new_empty(size)` takes nothing from x but its kind, which is known: so nothing has to wait for x."""
+    function = NEW.get(str(copy.target)) if copy.op == "call_method" else None
+    if function is None or not isinstance(value, Tensor):
+        return
+    given = copy.args[1:]
+    if function is not torch.full and given and not isinstance(given[0], (tuple, list)):
+        given = (given,)
+    copy.op, copy.target, copy.args = "call_function", function, given
+    copy.kwargs = {"dtype": value.dtype, "device": value.device, **copy.kwargs}
+
+
+NEW: dict[str, Any] = {
+    "new_empty": torch.empty,
+    "new_zeros": torch.zeros,
+    "new_ones": torch.ones,
+    "new_full": torch.full,
+}
 NO_COUNTERPART = (
     *("zero", "fill", "copy", "set", "resize", "normal", "uniform", "random", "exponential", "geometric", "cauchy"),
     *("log_normal", "bernoulli", "requires_grad", "detach", "swapaxes", "swapdims", "t", "transpose", "squeeze"),
