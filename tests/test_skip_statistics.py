@@ -270,6 +270,24 @@ def test_means_over_space_against_the_definition(policy, kind, drawn):
     assert_by_definition(over_space(kind), x, policy, drawn, ps=(0.7, 0.95, 0.99))
 
 
+class Dropping(SqueezeExcite):
+    def gate(self, mean):
+        return super().gate(nn.functional.dropout(mean, 0.5))
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+def test_numbers_drawn_in_a_branch_are_not_drawn_again(policy):
+    body = nn.Sequential(nn.Conv2d(2, 4, 3), Dropping(4, "keepdim"), nn.Conv2d(4, 3, 3))
+    model = nn.Sequential(body, Backdrop2d(0.9, generator=torch.Generator())).double()
+    fast = skip_blocked(model, statistics=policy, when="always")
+    x = torch.randn(3, 2, 30, 28, dtype=torch.float64)
+    a, b = step(model, x), step(fast, x)
+    assert ran_windows(fast)
+    assert_close(a.output, b.output, 1e-10)
+    for name in ("0.1.a.weight", "0.1.a.bias", "0.1.b.weight", "0.1.b.bias"):
+        assert_close(a.parameters[name], b.parameters[name], 1e-10, name)
+
+
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
 def test_the_branch_of_a_mean_has_the_exact_gradient(policy):
     """What differs from the plain gradient is what goes through the mean to the cells that it was taken over."""

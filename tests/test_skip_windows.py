@@ -290,6 +290,16 @@ def test_paths_left_out(samples):
     assert "0.first" in fast.skip_report[0].skipped
 
 
+def test_slopes_drawn_at_random():
+    body = nn.Sequential(nn.Conv2d(2, 4, 3), nn.RReLU(), nn.Conv2d(4, 3, 3))
+    model = nn.Sequential(body, Backdrop2d(0.9, generator=torch.Generator())).double()
+    fast = check(model, torch.randn(2, 2, 15, 14, dtype=torch.float64))
+    assert fast.skip_report[0].skipped == ["0.2"]
+    ((path, reason),) = fast.skip_report[0].kept
+    assert path == "0.1"
+    assert "new numbers" in reason
+
+
 class Shared(nn.Module):
     """One layer twice, and one parameter in two layers."""
 

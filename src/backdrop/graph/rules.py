@@ -45,7 +45,7 @@ def _rrelu(call: Call) -> Step:
 
 
 def _drawn(call: Call, name: str, draws: bool) -> Step:
-    if len(call.axes) > 1 and draws and not call.reading:
+    if call.again and draws:
         raise UnsupportedError(
             f"{name} would draw new numbers when windows are computed again; move it behind the mask"
         )
@@ -480,7 +480,7 @@ def _attention(call: Call) -> Step:
         raise UnsupportedError("it mixes samples")
     if tokens and given.get("is_causal"):
         raise UnsupportedError("what is_causal=True hides depends on the position")
-    if tokens and given.get("dropout_p"):
+    if call.again and given.get("dropout_p"):
         raise UnsupportedError("dropout would draw new numbers when windows are computed again; set it to 0")
     inputs: dict[fx.Node, Tap] = {}
     for name in ("query", "key", "value", "attn_mask"):
@@ -504,7 +504,7 @@ def _attention(call: Call) -> Step:
 def _multi_head_attention(call: Call) -> Step:
     """Samples lie along axis 1 of queries, keys, values and results."""
     named_inputs = {name: call.node.kwargs.get(name) for name in ("key_padding_mask", "attn_mask")}
-    if call.axes != (1,) or call.inner != 1 or call.ndim != 3:
+    if call.axes != (1,) or call.inner != 1 or call.ndim != 3 or call.again:
         raise UnsupportedError("attention lets every position see all others")
     if len(call.node.args) > 13:
         named_inputs |= dict(
@@ -645,7 +645,6 @@ for _name in _OPERATORS:
     register_rule(getattr(operator, _name))(_elementwise)
 _register(_relu, "relu")
 _register(_prelu, "prelu")
-_register(_rrelu, "rrelu")
 _register(
     _dropout,
     "dropout",
@@ -656,6 +655,7 @@ _register(
     "dropout2d",
     "dropout3d",
 )
+_register(_rrelu, "rrelu")
 _register(_batch_norm, "batch_norm")
 _register(_sample_norm, "group_norm")
 _register(_instance_norm, "instance_norm")

@@ -102,6 +102,7 @@ class Call:
         shapes: of the inputs that are tensors.
         statistics: the policy for statistics over positions or samples.
         reading: whether it is asked only what the call reads, not how it runs on a part.
+        again: whether it is computed a second time in the backward pass, where random numbers would be others.
     """
 
     node: fx.Node
@@ -112,6 +113,7 @@ class Call:
     inner: int = 1
     tuples: frozenset[fx.Node] = field(default_factory=frozenset)  # inputs that are several tensors
     reading: bool = False
+    again: bool = False
 
     @property
     def name(self) -> str:

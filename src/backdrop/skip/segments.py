@@ -212,7 +212,7 @@ class _Walk:
         traced = self.traced
         shapes = {source: traced.shape(source) for source in node.all_input_nodes if _has_shape(traced, source)}
         tuples = frozenset(source for source in shapes if not traced.is_tensor(source))
-        return Call(node, traced.shape(node), axes, shapes, self.policy, inner, tuples)
+        return Call(node, traced.shape(node), axes, shapes, self.policy, inner, tuples, again=bool(self.unit))
 
     def _step(self, node: fx.Node, demand: Demand) -> Step:
         if not _has_shape(self.traced, node):
