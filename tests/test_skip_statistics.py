@@ -140,6 +140,75 @@ class SqueezeExcite(nn.Module):
         return self.gate(x.mean(dim=[-1, -2])[:, :, None, None]).expand_as(x) * x
 
 
+class Whole(torch.autograd.Function):
+    """A whole map; what its gradient is at the cells that count in the copies of a sample stands for all cells."""
+
+    @staticmethod
+    def forward(ctx, x, full, cells, sample, policy):
+        ctx.save_for_backward(cells, sample)
+        ctx.policy = policy
+        return full.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        cells, sample = ctx.saved_tensors
+        dx = cells * grad[sample]
+        for k, n in enumerate(sample.tolist()):
+            dx[k] *= grad[0, 0].numel() / cells[sample == n].sum() if ctx.policy == "sampled" else 0
+        return dx, *[None] * 4
+
+
+class Gathering(nn.Module):
+    """Something that is made of all positions of a sample, and then used at each of them.
+
+    `late`: the map goes on before that is made of it, as a graph has it.
+    """
+
+    def __init__(self, channels, late=False):
+        super().__init__()
+        self.gate, self.late = nn.Conv2d(channels, channels, 1), late
+
+    def join(self, x, pooled):
+        return x * pooled
+
+    def forward(self, x):
+        if not self.late:
+            return self.join(x, self.pooled(x))
+        y = nn.functional.silu(x)
+        return self.join(y, self.pooled(x))
+
+
+class Context(Gathering):
+    """Weights for all positions that sum up to one."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.look, self.norm = nn.Conv2d(channels, 1, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def pooled(self, x):
+        weights = self.look(x).flatten(2).softmax(-1)
+        context = x.flatten(2) @ weights.transpose(1, 2)
+        return torch.sigmoid(self.gate(self.norm(context.unsqueeze(3))))
+
+
+class Response(Gathering):
+    """The norm of each channel over that of all."""
+
+    def pooled(self, x):
+        size = x.norm(p=2, dim=(2, 3), keepdim=True)
+        return self.gate(size / (size.mean(1, keepdim=True) + 1e-6))
+
+
+class Largest(Gathering):
+    def pooled(self, x):
+        return self.gate(x.amax((2, 3), keepdim=True))
+
+
+class Average(Gathering):
+    def pooled(self, x):
+        return self.gate(x.mean((2, 3), keepdim=True))
+
+
 def reference_layer(layer, y, full, cells, sample, policy):
     """One layer on copies of maps, where `cells` count, and on the whole maps."""
     if isinstance(layer, nn.BatchNorm2d):
@@ -150,6 +219,9 @@ def reference_layer(layer, y, full, cells, sample, policy):
         y = PerSample.apply(y, full, cells, sample, groups, policy, layer.eps)
         if layer.weight is not None:
             y = y * layer.weight.view(1, -1, 1, 1) + layer.bias.view(1, -1, 1, 1)
+    elif isinstance(layer, Gathering):
+        pooled = layer.pooled(Whole.apply(y, full, cells, sample, policy))[sample]
+        y = layer.join(nn.functional.silu(y) if layer.late else y, pooled)
     elif isinstance(layer, SqueezeExcite):
         y = y * layer.gate(Mean.apply(y, full, cells, sample, policy)[:, :, None, None])[sample]
     else:
@@ -244,6 +316,11 @@ def over_space(kind):
         "layer": lambda: SqueezeExcite(4, "layer"),
         "keepdim": lambda: SqueezeExcite(4, "keepdim"),
         "squeezed": lambda: SqueezeExcite(4, "squeezed"),
+        "context": lambda: Context(4),
+        "response": lambda: Response(4),
+        "response, late": lambda: Response(4, late=True),
+        "largest": lambda: Largest(4),
+        "average, late": lambda: Average(4, late=True),
     }[kind]
     first, second = make(), make()
     for parameter in (*first.parameters(), *second.parameters()):
@@ -264,10 +341,59 @@ def test_norms_over_space_against_the_definition(policy, kind, drawn):
 
 
 @pytest.mark.parametrize("policy", ["sampled", "frozen"])
-@pytest.mark.parametrize("kind", ["layer", "keepdim", "squeezed"])
+@pytest.mark.parametrize("kind", ["layer", "keepdim", "squeezed", "average, late"])
 def test_means_over_space_against_the_definition(policy, kind, drawn):
     x = torch.randn(3, 2, 21, 18, dtype=torch.float64)
     assert_by_definition(over_space(kind), x, policy, drawn, ps=(0.7, 0.95, 0.99))
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+@pytest.mark.parametrize("kind", ["context", "response", "response, late", "largest"])
+def test_what_all_positions_make_against_the_definition(policy, kind, drawn):
+    x = torch.randn(3, 2, 21, 18, dtype=torch.float64)
+    assert_by_definition(over_space(kind), x, policy, drawn, ps=(0.7, 0.95, 0.99))
+
+
+class Written(nn.Module):
+    """The map is written over behind its use for a value of all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.gate, self.b = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        h.add_(self.gate(h.sum((2, 3), keepdim=True).tanh()))
+        return self.b(h.sigmoid())
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+def test_what_all_positions_make_of_a_map_that_is_written_over(policy):
+    model = nn.Sequential(Written(), Backdrop2d(0.9, generator=torch.Generator())).double()
+    fast = skip_blocked(model, statistics=policy, when="always")
+    x = torch.randn(3, 2, 30, 28, dtype=torch.float64)
+    a, b = step(model, x), step(fast, x)
+    assert_close(a.output, b.output, 1e-10)
+    assert not fast.skip_report[0].kept
+    for name in ("0.gate.weight", "0.gate.bias", "0.b.weight", "0.b.bias"):
+        assert_close(a.parameters[name], b.parameters[name], 1e-10, name)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last((h @ h.tanh().transpose(1, 2)).softmax(-1) @ h)
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+def test_attention_is_never_estimated(policy):
+    model = nn.Sequential(Attending(), Backdrop(0.8, dims=(0, 1), generator=torch.Generator())).double()
+    fast = check(model, torch.randn(3, 20, 4, dtype=torch.float64), statistics=policy)
+    assert fast.skip_report[0].kept
 
 
 class Dropping(SqueezeExcite):

@@ -13,7 +13,8 @@ NOTE [how windows give the exact gradient]
 5. Gradients of weights are the sums over windows; those of maps are added back where the windows were cut.
 6. A call with batch statistics normalises its windows with those of the forward pass (see statistics.py), and a mean
 over
-   all positions is that of the forward pass.
+   all positions is that of the forward pass. Where something else is made of all positions of a sample, and of no
+   position more than of another behind it, it is made again from the values of the forward pass, which are kept.
 7. The number of windows is rounded up on a GPU, so that few shapes occur; the ones added carry no gradient.
 """
 
@@ -118,7 +119,8 @@ class Positions:
         windows = self.kept_units(p) * sum(sizes[node] * self.share(node, 1) for node in steps)
         if not self.coupled:
             windows = min(windows, 2 * max(sizes.values()))
-        return sum(sizes.values()), windows
+        whole = sum(math.prod(traced.shape(node)) for node in self.segment.whole)
+        return sum(sizes.values()), windows + whole
 
     def _find_chains(self) -> dict[fx.Node, list[fx.Node]]:
         """Calls that follow each other and run as one, see epilogue.py: a normalisation, and rectifiers around it."""
@@ -181,6 +183,8 @@ class Positions:
         for entry in segment.entries:
             if entry in self.fills:
                 yield self.map(entry, segment.demands[entry])
+        for value in segment.whole:
+            yield self.map(value, segment.demands[value])
         yield self.map(self.exit, self.demand)
 
     def run(self, values: Sequence[Any], entry: Entry) -> Tensor:
@@ -211,7 +215,7 @@ class Run:
     others: list[Any] = field(default_factory=list)  # entries that are no tensors
     weight: Tensor | None = None
     kept: Kept | None = None
-    seen: dict[fx.Node, Any] = field(default_factory=dict)  # statistics and means of the forward pass
+    seen: dict[Any, Any] = field(default_factory=dict)  # statistics, means and whole values of the forward pass
     autocast: list[dict[str, Any]] = field(default_factory=list)
 
     def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -237,12 +241,16 @@ class Run:
         plan, segment = self.plan, self.plan.segment
         values = dict(entries)
         spread: dict[fx.Node, Tensor] = {}
+        wholes: dict[fx.Node, Tensor] = {}
         for node in plan.nodes:
             step = segment.steps[node]
             if step.couples == "pool":
                 values[node] = self._pool(node, windows, values)
             elif node in segment.pooled:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                for source in node.all_input_nodes:
+                    if source in segment.whole and source not in wholes:
+                        wholes[source] = self._whole(source, windows, values)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), (values | wholes).__getitem__)
                 run = step.run if step.couples == "" and step.run is statistics_of_all else None
                 values[node] = _call(node, args, kwargs) if run is None else run(args, kwargs, None)
             elif node in plan.chains:
@@ -371,6 +379,14 @@ class Run:
             plan.policy,
         )
 
+    def _whole(self, source: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
+        """All of a value, of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
+        plan, demand, whole = self.plan, self.plan.segment.demands[source], self.seen[source, "whole"]
+        if plan.policy == "frozen":
+            frozen: Tensor = whole.detach()
+            return frozen
+        return statistics.read_whole(values[source], whole, windows, windows.inside[plan.map(source, demand)], demand)
+
     def backward(self, grad: Tensor, tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the entries that are tensors, from windows alone."""
         plan, weight, segment = self.plan, self.weight, self.plan.segment
@@ -388,6 +404,7 @@ class Run:
         result: list[Tensor | None] = [None] * len(tensors)
         size = len(windows) if plan.coupled else self._chunk(len(windows))
         leaves: dict[fx.Node, Any] = dict(zip(segment.entries, values, strict=True))
+        self.seen |= {(node, "whole"): leaves[node] for node in segment.whole if node in leaves}
         full = {node for node in nodes if segment.demands.get(node) is not None and segment.demands[node].full}
         for node, want in zip(nodes, wanted, strict=True):
             if node not in full and isinstance(leaves[node], Tensor):

@@ -37,7 +37,8 @@ class _Apply(nn.Module):
 
 
 class Program:
-    """The calls of a segment as code. With `keep_statistics` it returns those of its normalisations and means too."""
+    """The calls of a segment as code. With `keep_statistics` it returns those of its normalisations and means too, and
+    the values of `segment.whole`."""
 
     def __init__(
         self, segment: Segment, *, keep_statistics: bool = False, fused: bool = False, plain: bool = False
@@ -48,6 +49,8 @@ class Program:
             copies[node] = graph.placeholder(node.name)
         rows = graph.placeholder("number_of_rows", default_value=0)
         outside = {s for node in segment.entries for s in segment.traced.storages.get(node, ())}
+        whole = segment.whole if keep_statistics else []
+        outside |= {s for node in whole for s in segment.traced.storages.get(node, ())}
         self.kept: list[fx.Node] = []
         for number, (node, step) in enumerate(segment.steps.items()):
             statistic = step.couples if keep_statistics else ""
@@ -76,6 +79,8 @@ class Program:
                 copies[node].op, copies[node].target = op, target
                 copies[node].args, copies[node].kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
         seen = [copies.get((node, "seen"), copies[node]) for node in self.kept]  # type: ignore[call-overload]
+        seen += [copies[node] for node in whole]
+        self.keys: list[Any] = [*self.kept, *((node, "whole") for node in whole)]
         graph.output(([copies[node] for node in segment.exits], seen))
         if fused:
             _fuse(graph, root)
@@ -84,7 +89,7 @@ class Program:
 
     def __call__(self, entries: Sequence[Any], rows: int = 0) -> Any:
         outputs, seen = self.code(*entries, rows)
-        return (outputs, dict(zip(self.kept, seen, strict=True))) if self.keep_statistics else outputs
+        return (outputs, dict(zip(self.keys, seen, strict=True))) if self.keep_statistics else outputs
 
 
 def _item(pair: Sequence[Any], index: int) -> Any:

@@ -67,6 +67,7 @@ class Segment:
     demands: dict[fx.Node, Demand] = field(default_factory=dict)
     kept: list[tuple[str, str]] = field(default_factory=list)  # where it ends, and why
     before: Cost = NOTHING  # all that lies before the mask and carries gradients
+    whole: list[fx.Node] = field(default_factory=list)  # values with positions of which pooled ones read all
 
     @property
     def skipped(self) -> list[str]:
@@ -89,7 +90,8 @@ class Segment:
 
     @property
     def couples(self) -> set[str]:
-        return {str(step.couples) for step in self.steps.values()} - {""}
+        found = {str(step.couples) for step in self.steps.values()} - {""}
+        return found | {"whole"} if self.whole else found
 
 
 def find_segment(
@@ -136,10 +138,12 @@ class _Walk:
         self.context = {traced.contexts[mask] for mask in masks}
         self.order = list(traced.graph.nodes)
         self.reached = self._reached()
+        self.looked_up: set[fx.Node] = set()  # values of which a position reads all, as keys and values of attention
         # The list grows the demands that it looks at.
         members = [node for node in reversed(self.order) if node in self.demands and self._take(node)][::-1]
         segment = self.segment
         segment.steps = {node: segment.steps[node] for node in members}
+        self._find_whole()
         read = {source for step in segment.steps.values() for source in step.inputs}
         read |= {source for node in members for source in node.all_input_nodes} | set(exits)
         segment.entries = [node for node in traced.graph.nodes if node in read and node not in segment.steps]
@@ -153,6 +157,19 @@ class _Walk:
             if any(source in found for source in node.all_input_nodes):
                 found.add(node)
         return found
+
+    def _find_whole(self) -> None:
+        """Which values pooled ones read all of; means over all positions need no more than their own value."""
+        segment, whole = self.segment, set[fx.Node]()
+        for node in segment.pooled:
+            step = segment.steps[node]
+            found = [s for s in step.inputs if s in self.demands and self.demands[s].full and step.couples != "pool"]
+            mean = self._mean(node, self.demands[node]) if found else None
+            if mean is not None:
+                segment.steps[node] = mean
+            else:
+                whole.update(found)
+        segment.whole = [node for node in self.order if node in whole]
 
     def _before(self, exits: Iterable[fx.Node]) -> set[fx.Node]:
         found, waiting = set[fx.Node](), list(exits)
@@ -193,6 +210,8 @@ class _Walk:
         self.segment.steps[node] = step
         if pooled:
             self.segment.pooled.add(node)
+        if self._looks_up(node, step):
+            self.looked_up |= {source for source in joined if _input(demand, step.inputs[source]).per_sample}
         self.demands.update(joined)
         return True
 
@@ -251,16 +270,11 @@ class _Walk:
     def _pooled(self, node: fx.Node, demand: Demand) -> Step:
         """One value per sample: the mean over all positions, or something computed from such values."""
         assert demand.axes[0] is not None
+        mean = self._mean(node, demand)
+        if mean is not None:
+            return mean
         call = self._call(node, (demand.axes[0],), demand.inner)
         blank = (None,) * (len(demand.axes) - 1)
-        if call.name in POOLS:
-            source = call.source
-            positions = _pooled_axes(call)
-            wanted = self.demands.get(source) or self._like_inputs(source, positions)
-            whole = wanted is not None and wanted.full and wanted.inner == 1 and wanted.axes[0] == 0
-            if wanted is not None and whole and set(wanted.positions) == set(positions):
-                self.demands.setdefault(source, wanted)
-                return Step({source: Tap(wanted.axes, inner=wanted.inner)}, couples="pool")
         step = table.find(call)
         if step.couples == "batch":  # over the samples, all of which are there
             step.couples, step.run = "", statistics_of_all
@@ -268,6 +282,24 @@ class _Walk:
             raise UnsupportedError("it takes statistics over samples")
         step.inputs = {source: tap._replace(axes=(*tap.axes, *blank)) for source, tap in step.inputs.items()}
         return step
+
+    def _mean(self, node: fx.Node, demand: Demand) -> Step | None:
+        """The mean over all positions of a value, of which the same cells are there as without it."""
+        assert demand.axes[0] is not None
+        call = self._call(node, (demand.axes[0],), demand.inner)
+        if call.name not in POOLS:
+            return None
+        source, positions = call.source, _pooled_axes(call)
+        wanted = self.demands.get(source) or self._like_inputs(source, positions)
+        whole = wanted is not None and wanted.full and wanted.inner == 1 and wanted.axes[0] == 0
+        if wanted is None or not whole or set(wanted.positions) != set(positions):
+            return None
+        self.demands.setdefault(source, wanted)
+        return Step({source: Tap(wanted.axes, inner=wanted.inner)}, couples="pool")
+
+    def _looks_up(self, node: fx.Node, step: Step) -> bool:
+        """Whether values without positions that it reads may hold something else for each position that reads them."""
+        return not step.broadcasts if self.demands[node].full else node in self.looked_up
 
     def _like_inputs(self, node: fx.Node, axes: tuple[int, ...]) -> Demand | None:
         """The demand of a value that only its mean needs: the cells that are there of what it is computed from."""
@@ -283,6 +315,15 @@ class _Walk:
                 return known._replace(axes=(0, *axes))
         return None
 
+    def _may_be_both(self, source: fx.Node, node: fx.Node, step: Step, known: Demand, new: Demand) -> bool:
+        """Whether windows of a value may be computed, although a pooled value reads all of it."""
+        window, pooled = (known, new) if known.full else (new, known)
+        if self.policy == "exact" or not pooled.per_sample or not self.traced.is_tensor(source):
+            return False
+        if source in self.looked_up or (known.full and self._looks_up(node, step)):
+            return False
+        return pooled.axes[0] == window.axes[0] == 0 and pooled.inner == window.inner == 1
+
     def _join(self, source: fx.Node, node: fx.Node, step: Step, tap: Tap) -> Demand:
         if step.couples == "pool":
             return self.demands[source]
@@ -293,6 +334,8 @@ class _Walk:
             new = new._replace(step=(), start=(), size=())
         if known is None or known == new:
             return new
+        if known.full != new.full and self._may_be_both(source, node, step, known, new):
+            return known if known.full else new
         if (known.axes, known.inner, known.step) != (new.axes, new.inner, new.step):
             raise UnsupportedError("its input also goes another way with another stride, order of axes or size")
         start = tuple(map(min, known.start, new.start))

@@ -15,6 +15,7 @@ which is dense even where dy is zero almost everywhere. Forward always uses the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from backdrop.graph.sliding import named
 from backdrop.graph.table import Statistics
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish, normalised
 from backdrop.skip.segments import Demand
+from backdrop.skip.windows import Inside, Windows, cut
 
 STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen")
 NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -257,11 +259,7 @@ class _Pool(torch.autograd.Function):
         batch, positions = ctx.demand.axes[0], ctx.demand.positions
         x = x.movedim(batch, 0)
         axes = tuple(axis + (axis < batch) for axis in positions)
-        valid = _inside(x, inside, axes)
-        shape = [x.shape[0] if axis == 0 else x.shape[axis] if axis in axes else 1 for axis in range(x.ndim)]
-        ones = x.new_ones(shape) if valid is None else valid.expand(shape).to(x.dtype)
-        per_window = ones.flatten(1).sum(1)
-        number = per_window.new_zeros(len(grad.movedim(batch, 0))).index_add_(0, sample, per_window).clamp(min=1)
+        ones, number = _cells_that_count(x, axes, inside, sample, grad.shape[batch])
         if not ctx.keeps:
             for axis in sorted(positions):
                 grad = grad.unsqueeze(axis)
@@ -269,3 +267,41 @@ class _Pool(torch.autograd.Function):
         each = (each / number.view(-1, *[1] * (each.ndim - 1)))[sample]
         dx = (each * ones).expand(x.shape)
         return dx.movedim(0, batch).to(x.dtype), None, None, None, None, None
+
+
+def _cells_that_count(
+    x: Tensor, axes: tuple[int, ...], inside: Tensor | None, sample: Tensor, samples: int
+) -> tuple[Tensor, Tensor]:
+    """One for each cell of a window that lies inside the map; and how many there are in the windows of each sample."""
+    valid = _inside(x, inside, axes)
+    shape = [x.shape[axis] if axis == 0 or axis in axes else 1 for axis in range(x.ndim)]
+    ones = x.new_ones(shape) if valid is None else valid.expand(shape).to(x.dtype)
+    per_window = ones.flatten(1).sum(1)
+    return ones, per_window.new_zeros(samples).index_add_(0, sample, per_window).clamp(min=1)
+
+
+def read_whole(x: Tensor, whole: Tensor, windows: Windows, inside: Inside, demand: Demand) -> Tensor:
+    """All of the map that x are windows of, as it was in the forward pass.
+
+    The gradient that arrives at it is that of all M cells of a sample. What falls on the W cells of its windows counts
+    M / W times, so that it stands for all of it, as it does for a mean.
+    """
+    found: Tensor = _Whole.apply(x, whole.detach(), windows, inside, demand)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, windows: Windows, inside: Inside, demand: Demand) -> Tensor:
+        ctx.windows, ctx.inside, ctx.demand = windows, inside, demand
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        windows, demand = ctx.windows, ctx.demand
+        taken = cut(grad, windows, demand)
+        ranges = None if ctx.inside.complete else ctx.inside.ranges
+        ones, number = _cells_that_count(taken, demand.positions, ranges, windows.sample, len(grad))
+        times = math.prod(grad.shape[axis] for axis in demand.positions) / number
+        return taken * ones * times[windows.sample].view(-1, *[1] * (taken.ndim - 1)), None, None, None, None
