@@ -221,6 +221,9 @@ class _Walk:
             return traced.pinned[node]
         if traced.contexts[node] not in self.context or len(self.context) > 1:
             return OWN_AUTOCAST
+        if self.unit and node in traced.draws:
+            called = getattr(node.target, "__name__", str(node.target)).strip("_")
+            return f"{called} would draw new numbers when windows are computed again; move it behind the mask"
         others = [user for user in node.users if user not in self.segment.steps and user not in self.masks]
         if others:
             used = "the model returns it" if others[0].op == "output" else f"{name_of(others[0])} uses it"
