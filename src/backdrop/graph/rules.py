@@ -530,6 +530,8 @@ def _recurrent(call: Call) -> Step:
 
 
 def _embedding(call: Call) -> Step:
+    if call.argument(5, "scale_grad_by_freq", False):
+        raise UnsupportedError("scale_grad_by_freq counts how often words occur in the whole batch")
     call.refuse_along(-1)
     return call.moved(call.axes, call.source)
 

@@ -292,7 +292,7 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.pinned.setdefault(copy, SHARED)
     kept = {copies[node] for node in passed.writes if node in copies}
     for copy in reversed(list(graph.nodes)):  # what nobody uses would keep its inputs out of segments
-        needed = copy.users or copy in kept or copy in traced.pinned or is_mark(copy)
+        needed = copy.users or copy in kept or copy in traced.pinned or copy in traced.draws or is_mark(copy)
         if not needed and rule_of(copy) is not None:
             graph.erase_node(copy)
     traced.module = fx.GraphModule(module, graph)

@@ -444,6 +444,8 @@ class Part(nn.Module):
         kept, working = self.way.memory(ps[0])
         if when == "lean" and working < kept:
             return "", 1
+        if not saved:
+            return "there is nothing to compute before the mask", 1
         return f"windows would cost {needed / saved:.2f} times the dense backward pass; {self._pays_from(device)}", 1
 
     def _windows_and_dense(self, way: Positions, p: float, device: torch.device) -> tuple[float, float]:

@@ -319,7 +319,7 @@ class Run:
                 taken = samples._take(self.entries([t.detach() for t in tensors]), rows)
                 leaves = [value for value, other in zip(taken, self.others, strict=True) if other is None]
                 leaves = [
-                    leaf.detach().requires_grad_(want) if leaf.is_floating_point() else leaf
+                    leaf.detach().requires_grad_(want) if leaf.is_floating_point() or leaf.is_complex() else leaf
                     for leaf, want in zip(leaves, wanted, strict=True)
                 ]
                 _set_random_state(device, state)
