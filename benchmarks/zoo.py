@@ -355,7 +355,8 @@ def timm_entries():
     yield in_timm("beit_base_patch16_224", "blocks.1", **TOKENS, settings=narrow)
     yield in_timm("eva02_tiny_patch14_224", "blocks.1", **TOKENS, settings={"depth": 3, "patch_size": 8})
     yield in_timm("cait_xxs24_224", "blocks.1", **TOKENS, settings={"depth": 3})
-    yield in_timm("xcit_nano_12_p16_224", "blocks.1", **{**TOKENS, "norm": "batch"}, settings={"depth": 3})
+    # Two samples: with one, torch 2.13 misreads the strides of a gradient in batch_norm, in the plain model.
+    yield in_timm("xcit_nano_12_p16_224", "blocks.1", batch=2, **{**TOKENS, "norm": "batch"}, settings={"depth": 3})
     mlp = {**TOKENS, "kind": "mlp", "where": "mlp_mixer.MlpMixer"}
     few = {"patch_size": 8, "num_blocks": 3, "embed_dim": 64}
     gated = {"block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp", "mlp_ratio": 6}
