@@ -5,20 +5,23 @@
     python benchmarks/bench_skip.py --foreign [--json FILE]
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
-`skip_blocked(model)`, of the plain model checkpointed in segments, of the plain model recomputed part by part as
-GradCache does it, and the forward pass alone without gradients, which is the limit. Time is the median over rounds
-in which they take turns, each with a step that is not measured, because the caches hold what ran last, and one that is.
-Memory is the peak above what lay there before the step. Goals stand in GOALS. `--sweep` adds other p and image sizes,
-which `--plot` draws, and small steps, where skipping would not pay; `--again` draws the figures of an earlier run.
-`--foreign` measures models that others wrote instead (foreign.py), and whole batches of text in parts.
+`skip_blocked(model)`, of both compiled by Inductor, of the plain model checkpointed in segments, of the plain model
+recomputed part by part as GradCache does it, and the forward pass alone without gradients, which is the limit. Time
+is the median over rounds in which they take turns, each with a step that is not measured, because the caches hold
+what ran last, and one that is. Memory is the peak above what lay there before the step. Goals stand in GOALS.
+`--sweep` adds other p and image sizes, which `--plot` draws, and small steps, where skipping would not pay; `--again`
+draws the figures of an earlier run. `--foreign` measures models that others wrote instead (foreign.py), and whole
+batches of text in parts.
 """
 
 import argparse
+import copy
 import json
 import math
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,10 +147,12 @@ def measure(case, model, x, policy, device, rounds):
         torch.cuda.empty_cache()  # which earlier cases have cut up
     model, x = model.to(device), x.to(device)
     fast = skip_blocked(model, statistics=policy)
+    both = {"compiled": torch.compile(copy.deepcopy(model)), "compiled_skip": torch.compile(copy.deepcopy(fast))}
     parts = min(8, len(x))
     runs = {
         "plain": lambda: step(model, x),
         "skip": lambda: step(fast, x),
+        **{key: partial(step, made, x) for key, made in both.items()},
         "checkpoint": lambda: checkpointed_step(model, x),
         "gradcache": lambda: cached_step(model, x, parts),
         "forward": lambda: forward_only(model, x),
@@ -176,7 +181,8 @@ def ratio(row, key, to, unit):
 
 def show(rows):
     table = Table(title=f"One training step, {rows[0]['device']}, torch {torch.__version__}")
-    headings = "case|plain ms|faster|goal|of forward|checkpoint|GradCache|plain MB|memory|goal|of forward"
+    headings = "case|plain ms|faster|goal|compiled|compiled Skip|of forward|checkpoint|GradCache|plain MB|memory|goal"
+    headings += "|of forward"
     for heading in headings.split("|"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
     for row in rows:
@@ -187,6 +193,8 @@ def show(rows):
             f"{row['plain_ms']:.1f}",
             ratio(row, "plain", "skip", "ms"),
             f"{faster:.2f}" if faster else "",
+            ratio(row, "plain", "compiled", "ms"),
+            ratio(row, "plain", "compiled_skip", "ms"),
             ratio(row, "skip", "forward", "ms"),
             ratio(row, "plain", "checkpoint", "ms"),
             ratio(row, "plain", "gradcache", "ms"),
@@ -251,6 +259,7 @@ def main():
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="also draw them into this file")
     parser.add_argument("--foreign", action="store_true", help="models that others wrote, instead")
+    parser.add_argument("--compiled", action="store_true", help="with --foreign: also compiled by Inductor")
     parser.add_argument("--only", help="with --foreign: the cases whose names hold this")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
     arguments = parser.parse_args()
@@ -273,6 +282,7 @@ def run(arguments):
     every = (*cases(arguments.device, arguments.sweep), *(({**case, "small": True}, *rest) for case, *rest in small))
     for case in every:
         rows.append(measure(*case, arguments.device, arguments.rounds))
+        torch._dynamo.reset()
         if arguments.json:
             versions = {"torch": torch.__version__, "python": platform.python_version()}
             text = json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)

@@ -1,17 +1,18 @@
 """Skip on models that others wrote, for `bench_skip.py --foreign`: how fast, and how much of what is possible.
 
-A step of training, in rounds in which all ways take turns: plain, Skip, plain compiled by Inductor. *Possible* is what
-the multiplications allow: 3 / (3 B + A (1 + 3 a)) with A and B the shares of the multiplications before and behind the
-mask and a the share of A that the kept units need (for samples the kept share, and 3 / (1 + 2 a)). Then texts: a
-four-layer BERT and a contrastive loss over the whole batch, against GradCache with the same parts; and two masks on
-one trunk, at the p of the paper's latent task.
+A step of training, in rounds in which all ways take turns: plain and Skip, and with `--compiled` both by Inductor.
+*Possible* is what the multiplications allow: 3 / (3 B + A (1 + 3 a)) with A and B the shares of the multiplications
+before and behind the mask and a the share of A that the kept units need (for samples the kept share, and 3 / (1 + 2
+a)). Then texts: a four-layer BERT and a contrastive loss over the whole batch, against GradCache with the same parts;
+and two masks on one trunk, at the p of the paper's latent task.
 """
 
-import gc
+import copy
 import json
 import math
 import platform
 import statistics
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -23,7 +24,7 @@ import zoo
 from backdrop import Backdrop, Backdrop2d, insert, skip_blocked
 from backdrop.skip.engine import Engine
 from backdrop.skip.positions import Positions
-from bench_layer import machine, peak_bytes
+from bench_layer import machine
 
 MODELS = {  # of timm, and behind which module a mask of positions lies
     "resnet18": "layer2",
@@ -149,10 +150,13 @@ def possible(model, p):
     return 3 / (1 + 2 * (1 - p)), a, 1 - p
 
 
-def measure_model(case, model, x, rounds):
+def measure_model(case, model, x, rounds, compiled):
     fast = skip_blocked(model, statistics="sampled")
     first = _once(lambda: step(fast, x))
     runs = {"plain": lambda: step(model, x), "skip": lambda: step(fast, x)}
+    if compiled:
+        for key, made in (("compiled", model), ("compiled_skip", fast)):
+            runs[key] = partial(step, torch.compile(copy.deepcopy(made)), x)
     medians = take_turns(case["case"], runs, rounds)
     limit, before, needed = possible(fast, case["p"])
     return {
@@ -160,6 +164,7 @@ def measure_model(case, model, x, rounds):
         "device": machine("cpu"),
         **{f"{key}_ms": 1e3 * value for key, value in medians.items()},
         "first_ms": 1e3 * first,
+        **{f"faster_{key}": medians["plain"] / medians[key] for key in list(medians)[2:]},
         "faster": medians["plain"] / medians["skip"],
         "possible": limit,
         "before": before,
@@ -190,8 +195,7 @@ def measure_texts(rounds):
         medians = take_turns(f"BERT, {TEXTS} texts, p={p:g}", runs, rounds)
         memory = {}
         for key, run in runs.items():
-            gc.collect()
-            memory[key] = peak_bytes(run, words)
+            memory[key] = peak_of_tensors(run)
         rows.append(
             {
                 "case": f"BERT of four layers, {TEXTS} texts, parts of {PART}, p={p:g}",
@@ -204,6 +208,21 @@ def measure_texts(rounds):
             }
         )
     return rows
+
+
+def peak_of_tensors(run):
+    """The most bytes that torch had in use on a CPU in a step, by its own count of what is taken and given back."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
 
 
 def measure_trunk(rounds):
@@ -236,7 +255,7 @@ def run(arguments):
 
     for case, model, x in timm_cases():
         if wanted(case["case"]):
-            keep(measure_model(case, model.train(), x, arguments.rounds))
+            keep(measure_model(case, model.train(), x, arguments.rounds, arguments.compiled))
             torch._dynamo.reset()
     if wanted("BERT"):
         for row in measure_texts(max(2, arguments.rounds // 2)):
@@ -249,7 +268,8 @@ def run(arguments):
 def show(rows):
     console = Console(width=170)
     table = Table(title=f"Models that others wrote, one training step, {rows[0]['device']}, torch {torch.__version__}")
-    for heading in ["case", "plain ms", "Skip ms", "first step ms", "times faster", "possible", "of it", "last step"]:
+    headings = ["case", "plain ms", "Skip ms", "first step ms", "times faster", "possible", "of it"]
+    for heading in [*headings, "compiled", "compiled Skip", "last step"]:
         table.add_column(heading, justify="left" if heading in ("case", "last step") else "right")
     for row in rows:
         if "possible" in row:
@@ -262,6 +282,7 @@ def show(rows):
                 f"{row['faster']:.2f}",
                 f"{row['possible']:.2f}",
                 f"{of_it:.2f}{'' if of_it >= SHARE else ' < ' + str(SHARE)}",
+                *(f"{row[key]:.2f}" if key in row else "" for key in ("faster_compiled", "faster_compiled_skip")),
                 str(row["report"]),
             )
     console.print(table)

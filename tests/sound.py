@@ -467,8 +467,30 @@ def _embedding(kind):
     return nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(16, WIDTH))
 
 
+@case("an embedding whose gradient is scaled by how often codes occur", kinds=("samples",), inputs=_codes, ways=WAYS)
+def _by_frequency(kind):
+    return nn.Sequential(nn.Embedding(10, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(16, WIDTH))
+
+
 def _series(kind, i):
     return (numbers(2, 1, 40, seed=i),)
+
+
+def _frames(kind, i):
+    return (numbers(2, 3, 1, 9, 9, seed=i),)
+
+
+@whole("frames of films beside each other", kinds=("positions",), inputs=_frames)
+class Frames(nn.Module):
+    """Films and frames share an axis in the convolutions, and have one each where the mask lies."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, self.mask = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3), Backdrop(0.5, dims=(0, 3, 4), exact=True)
+
+    def forward(self, films):
+        h = self.b(self.a(films.flatten(0, 1)).relu())
+        return self.mask(h.view(*films.shape[:2], *h.shape[1:])).square()
 
 
 @whole("a series", kinds=("positions",), skips=True, inputs=_series)

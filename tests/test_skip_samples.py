@@ -406,3 +406,59 @@ def test_frozen_parameters_and_integer_inputs():
     a, b = step(copy.deepcopy(model), tokens), step(skip_blocked(model, when="always"), tokens)
     assert_same_gradients(a, b)
     assert b.parameters["0.weight"] is None
+
+
+class Spectrum(nn.Module):
+    """A layer with complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def test_complex_parameters_in_parts():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Spectrum(), Backdrop(0.3, exact=True)), torch.randn(20, 6, dtype=torch.float64)
+    fast, found = skip_blocked(model, at_once=4), []
+    for each in (model, fast):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+        found.append(each[0].weight.grad)
+    assert "at most 4 at once" in fast.skip_report[0].last
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+class Unused(nn.Module):
+    """Dropout whose result nobody wants still draws, and what is drawn afterwards depends on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.mask = nn.Linear(6, 8), Backdrop(0.5, generator=torch.Generator().manual_seed(3))
+
+    def forward(self, x):
+        h = self.mask(self.a(x))
+        torch.dropout(h, 0.5, train=True)
+        return torch.dropout(h, 0.5, train=True)
+
+
+def test_dropout_that_nobody_uses_still_draws():
+    model, x = Unused(), torch.randn(20, 6)
+    fast = skip_blocked(model, when="always")
+    outputs = []
+    for each in (model, fast):
+        torch.manual_seed(0)
+        outputs.append(each(x))
+    torch.testing.assert_close(*outputs)
+
+
+def test_views_alone_before_a_mask():
+    """Nothing to compute: no division by what it costs."""
+    x = torch.randn(6, 4, 5, 5, requires_grad=True)
+    for model in (nn.Sequential(nn.Flatten(), Backdrop(0.5)), nn.Sequential(nn.Unflatten(1, (2, 2)), Backdrop(0.5))):
+        for when in ("pays", "lean", "always"):
+            fast = skip_blocked(model, when=when)
+            fast(x).sum().backward()
+            assert fast.skip_report[0].last

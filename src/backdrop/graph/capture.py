@@ -8,6 +8,7 @@ runs in plain autograd, call by call, and nothing is compiled."""
 
 from __future__ import annotations
 
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +20,15 @@ from torch import fx
 
 from backdrop import _marks
 
+_numbers = itertools.count()
 LIMIT = 64  # captures of one piece of code before torch gives up and runs it as it is
 
 
 class Capture:
     """A function that runs as the graphs that Dynamo finds in it, each turned into something to call by `backend`.
 
-    The function gets code of its own, because torch counts captures, and looks through them, by code. `call` is run in
-    the same way as a method would be: give it whatever the graphs shall be guarded by.
+    The function gets code of its own, because torch counts captures, and looks through them, by code; and a name of its
+    own, because by name it remembers which numbers have changed from call to call.
     """
 
     def __init__(self, function: Callable[..., Any], backend: Callable[[fx.GraphModule], Callable[..., Any]]) -> None:
@@ -37,9 +39,9 @@ class Capture:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None:
-            copy = types.FunctionType(
-                _call.__code__.replace(co_name="captured"), _call.__globals__, "captured", None, _call.__closure__
-            )
+            name = f"captured_{next(_numbers)}"
+            code = _call.__code__.replace(co_name=name)
+            copy = types.FunctionType(code, _call.__globals__, name, None, _call.__closure__)
             self._compiled = torch.compile(copy, backend=self._convert)
             with warnings.catch_warnings():  # torch looks at the gradient of what it is given
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -55,6 +57,8 @@ class Capture:
             place = [f"{frame.filename}:{frame.lineno}" for frame in reason.user_stack[-1:]]
             text = str(reason.reason).strip().splitlines()[0]
             self._note(" at ".join([text, *place]))
+        if not module.meta["break"] and not _is_of_captured(module):
+            module.meta["break"] = "it left out code around this; TORCH_LOGS=graph_breaks shows where"
         checkpoints = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
         if any(getattr(node.target, "__name__", "") in checkpoints for node in module.graph.nodes):
             # It would run a second time, and what it changes or hooks in on is not in the graph.
@@ -67,6 +71,18 @@ class Capture:
     def _note(self, text: str) -> None:
         self._now.append(text)
         self.breaks = [*self.breaks[-7:], text]
+
+
+def _is_of_captured(module: fx.GraphModule) -> bool:
+    """Whether a graph is one of the function's own, and not of something that it calls, which torch follows alone."""
+    names = []
+    for node in module.graph.nodes:
+        argument = node.meta.get("grapharg") if node.op == "placeholder" else None
+        source: Any = getattr(argument, "source", None)
+        while getattr(source, "base", None) is not None:
+            source = source.base
+        names.append(getattr(source, "local_name", None))
+    return all(name is None or name in ("function", "args", "kwargs") or name.startswith("___") for name in names)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

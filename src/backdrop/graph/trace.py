@@ -101,6 +101,7 @@ def owner_of(node: fx.Node) -> tuple[str, str]:
 def clean(path: str) -> str:
     """A path as `named_modules` has it: Dynamo writes L['function'].__self__._modules['0'] and the like."""
     found = re.sub(r"^L\['\w+'\]", "", path).removeprefix(".__self__").replace("._modules", "")
+    found = re.sub(r"_torchdynamo_inline\.__closure__\[\d+\]\.cell_contents", "_orig_mod", found)
     return re.sub(r"\[['\"]?|['\"]?\]", ".", found).replace("..", ".").strip(".")
 
 
@@ -140,7 +141,7 @@ class _Pass:
                     real = next(given)
                     if isinstance(real, Tensor):
                         if id(real) not in stand_ins:
-                            stand_ins[id(real)] = mode.from_tensor(real.detach(), static_shapes=True)
+                            stand_ins[id(real)] = _stand_in(mode, real)
                         value: Any = stand_ins[id(real)]
                     else:
                         value = real
@@ -167,6 +168,8 @@ class _Pass:
             isinstance(leaf, Tensor) for source in sources for leaf in tree_leaves(self.values[source])
         ):
             self.runtime.add(node)
+        if getattr(node.target, "__name__", str(node.target)).startswith("register_"):
+            raise TraceError(f"{name_of(node)}: a hook on a tensor has to see all of its gradient")
         before = [(leaf, leaf._version) for source in sources for leaf in _tensors(self.values[source])]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         try:
@@ -194,6 +197,14 @@ class _Pass:
         value = self.values.get(node)
         self.alive.append(value)
         self.storages[node] = {leaf.untyped_storage()._cdata for leaf in _tensors(value)}
+
+
+def _stand_in(mode: Any, real: Tensor) -> Tensor:
+    made: Any = mode.from_tensor(real.detach(), static_shapes=True)
+    if real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu":
+        with torch.utils._python_dispatch._disable_current_modes():
+            made.constant = real.detach().clone()  # a number that may change at every step, which a function may read
+    return made  # type: ignore[no-any-return]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -426,6 +437,10 @@ def _out_of_place(node: fx.Node) -> Called | None:
 def _without_source(copy: fx.Node, value: Any) -> None:
     """`x.new_empty(size)` takes nothing from x but its kind, which is known: so nothing has to wait for x."""
     function = NEW.get(str(copy.target)) if copy.op == "call_method" else None
+    if copy.op == "call_method" and copy.target in ("to", "type_as") and isinstance(value, Tensor):
+        if len(copy.args) > 1 and isinstance(copy.args[1], fx.Node):  # another tensor, for its kind alone
+            copy.target, copy.args = "to", (copy.args[0], value.device, value.dtype, *copy.args[2:])
+        return
     if function is None or not isinstance(value, Tensor):
         return
     given = copy.args[1:]

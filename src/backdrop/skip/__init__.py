@@ -121,11 +121,50 @@ def skip_blocked(
         raise ValueError("model has no Backdrop layer, so there is nothing to skip; insert one first")
     if isinstance(model.__dict__.get("forward"), Engine):
         raise ValueError("model was made by skip_blocked already; give it the model that it was made from")
-    model = copy.deepcopy(model)
+    if hasattr(model, "_orig_mod"):  # by torch.compile, which is to stay around it
+        compiled: Any = model
+        inside = skip_blocked(compiled._orig_mod, statistics=statistics, when=when, at_once=at_once)
+        made: nn.Module = type(compiled)(inside, compiled.dynamo_ctx)
+        return made
+    model = _copied(model)
     report = Report()
     model.forward = Engine(model, settings, report)
     model.skip_report = report  # type: ignore[assignment]
     return model
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy whose parameters can be trained, or an error that names the module that cannot be copied."""
+    try:
+        made = copy.deepcopy(model)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(_cannot_copy(model, said)) from error
+    pairs = zip(model.named_parameters(), made.parameters(), strict=True)
+    if any(given.is_leaf and not copied.is_leaf for (_, given), copied in pairs):  # torch's copies of scripted modules
+        raise ValueError(_cannot_copy(model, "its copy has parameters that get no gradient"))
+    return made
+
+
+def _cannot_copy(model: nn.Module, said: str) -> str:
+    where = next((f"{path} ({type(module).__name__})" for path, module in _leaves_first(model) if _fails(module)), "")
+    of = f" because of {where}" if where else ""
+    return (
+        f"model cannot be copied{of}: {said}. Use Skip(module, mask), which copies nothing, or layers that can be "
+        f"copied (torch.nn.utils.parametrizations instead of torch.nn.utils.weight_norm; modules that are not scripted)"
+    )
+
+
+def _leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return sorted(model.named_modules(), key=lambda named: -named[0].count(".") - bool(named[0]))
+
+
+def _fails(module: nn.Module) -> bool:
+    try:
+        made = copy.deepcopy(module)
+    except Exception:
+        return True
+    return any(a.is_leaf and not b.is_leaf for a, b in zip(module.parameters(), made.parameters(), strict=True))
 
 
 def _check(statistics: Statistics, when: When, at_once: int | None) -> Settings:

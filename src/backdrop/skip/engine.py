@@ -19,7 +19,7 @@ from backdrop.graph.table import Statistics
 from backdrop.graph.trace import Traced, TraceError, is_mark, once_differentiable, trace
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.skip.positions import Positions
-from backdrop.skip.programs import Program
+from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.samples import Samples
 from backdrop.skip.segments import Demand, Segment, find_segment
@@ -27,6 +27,7 @@ from backdrop.skip.segments import Demand, Segment, find_segment
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
 GAVE_UP = "it gave up after many captures: keep what changes from step to step in tensors or p"
+INNER = "a module inside skips on its own, and has its own report"
 PLANS = 32  # for sizes seen lately, per graph
 
 
@@ -53,6 +54,8 @@ class Engine:
         self.capture: Capture | None = None
         self.graphs: list[Graph] = []  # those with masks in them, newest last
         self.visited: set[Backdrop] = set()  # masks whose graphs ran in this call
+        self.compiled = False  # whether this call stands in code that is compiled
+        self._compiled_plain: Callable[..., Any] | None = None
         # A graph break under torch.compile, because the mask decides what is computed. Not as a decorator: that would
         # import the compiler along with the library.
         self._outside = torch.compiler.disable(self._call)  # type: ignore[no-untyped-call]
@@ -67,27 +70,35 @@ class Engine:
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._outside(*args, **kwargs)
+        # Under torch.compile this is seen as constant. What runs outside then compiles its own parts.
+        return self._outside(torch.compiler.is_compiling(), *args, **kwargs)
 
     def masks(self) -> dict[Backdrop, str]:
         """The masks of the model and their dotted paths."""
         return {module: path for path, module in self.root.named_modules() if isinstance(module, Backdrop)}
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
+        self.compiled = compiled or _holds_compiled(self.root)
         reason = self._plain_because(masks)
         if reason is not None:
             if reason:
                 self._say(masks, reason)
-            return self.plain(*args, **kwargs)
+            return self._plainly()(*args, **kwargs)
         if self.capture is None:
             self.capture = Capture(self.plain, self._convert)
         self.visited = set()
         out = self.capture(*args, **kwargs)
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
-        if missed:
-            self._say(missed, self._not_followed())
+        within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
+        for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
+            self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
+
+    def _inner(self) -> list[Engine]:
+        """Those of modules in this one that skip on their own."""
+        owned = [value for module in self.root.modules() for value in module.__dict__.values()]
+        return [value for value in owned if isinstance(value, Engine) and value is not self]
 
     def _plain_because(self, masks: dict[Backdrop, str]) -> str | None:
         """Why the model runs as it is, without a look at its graph; nothing to say where no gradient is wanted."""
@@ -97,6 +108,8 @@ class Engine:
             return "in eval mode masks do nothing"
         if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
             return "no mask drops anything: p is 0"
+        if self.capture is None and any(map(nn.parameter.is_lazy, self.root.parameters())):
+            return "lazy layers have no parameters yet"
         if torch._C._are_functorch_transforms_active():
             return "under torch.func's transforms"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -107,6 +120,14 @@ class Engine:
         if hooks._global_backward_pre_hooks:
             return "hooks for all modules are registered"
         return None
+
+    def _plainly(self) -> Callable[..., Any]:
+        """What runs where nothing is to be skipped."""
+        if not self.compiled or torch._C._are_functorch_transforms_active():
+            return self.plain
+        if self._compiled_plain is None:
+            self._compiled_plain = torch.compile(self.plain)
+        return self._compiled_plain
 
     def _say(self, masks: dict[Backdrop, str], reason: str) -> None:
         entries = []
@@ -127,6 +148,11 @@ class Engine:
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
         return self.graphs[-1]
+
+
+def _holds_compiled(root: nn.Module) -> bool:
+    """Whether a module in it, or around it, was given to torch.compile: captured graphs hold its calls as they were."""
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in root.modules())
 
 
 def _is_active(mask: Backdrop) -> bool:
@@ -150,7 +176,7 @@ class Graph:
     def __call__(self, *inputs: Any) -> Any:
         if self.numbers is None:
             self.numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
-        key = tuple(inputs[i] for i in self.numbers)
+        key = (self.engine.compiled, *(inputs[i] for i in self.numbers))
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = Plan(self.engine, self.module, inputs)
@@ -188,7 +214,7 @@ class Plan:
         try:
             self.traced = trace(module, inputs)
         except TraceError as error:
-            self.failed = f"it cannot be followed on inputs of this size ({error})"
+            self.failed = f"it cannot be planned ahead ({error})"
             self.traced = _as_it_is(module)
         events = _events(self.traced, inputs)
         paths = engine.masks()
@@ -202,12 +228,20 @@ class Plan:
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
-        self.code = self._code().forward
+        self.code: Callable[..., Any] = self._code().forward
+        if engine.compiled:
+            self._compile()
 
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
         self.engine.report.update(self.entries)
         return self.code(*inputs)
+
+    def _compile(self) -> None:
+        """The parts and what lies around them, as Inductor makes it."""
+        for part in self.parts:
+            part.compile_programs()
+        self.code = compiled(self._code())
 
     def _groups(self, events: list[Event]) -> list[list[Event]]:
         """Masks of samples that lie beside each other are one group: what both block need not be computed."""
@@ -379,6 +413,13 @@ class Part(nn.Module):
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
             self.way = Positions(segment, first.layer, policy)
+
+    def compile_programs(self) -> None:
+        """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""
+        self.plain.compile()
+        if self.way is not None:
+            self.way.compile()
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
 
     def say_break(self, where: str) -> None:
         """That it begins behind a graph break, if something before that may have a gradient."""

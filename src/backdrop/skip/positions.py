@@ -73,6 +73,10 @@ class Positions:
         unread = {source for node in segment.steps for source in self._running(node)}
         self.saved = [node in self.read and node not in unread for node in segment.entries]
 
+    def compile(self) -> None:
+        """From now on, the forward pass as Inductor makes it."""
+        self.forward.compile()
+
     @property
     def coupled(self) -> bool:
         """Whether windows have to be computed all at once."""
@@ -523,7 +527,7 @@ def _from_inside(x: Tensor, inside: Inside, demand: Demand, how: str) -> Tensor:
 
 
 def _is_apart(x: Tensor) -> bool:
-    return x.is_inference() or (not x.requires_grad and x.numel() <= SMALL)
+    return x.is_inference() or (x.numel() <= SMALL and (x.ndim <= 1 or not x.requires_grad))
 
 
 class Skipped(torch.autograd.Function):
@@ -533,8 +537,8 @@ class Skipped(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Tensor:
         ctx.run = run
         saved = [keep for keep, other in zip(run.plan.saved, run.others, strict=True) if other is None]
-        # What was made in inference mode cannot be saved by torch. Small constants, buffers above all, may change
-        # before the backward pass, which is an error only for what torch itself would have saved.
+        # What was made in inference mode cannot be saved by torch. Small constants, buffers above all, and biases may
+        # change before the backward pass, which is an error only for what torch itself would have saved.
         ctx.apart = {
             i: x if x.is_inference() else x.clone() for i, x in enumerate(tensors) if saved[i] and _is_apart(x)
         }

@@ -38,22 +38,36 @@ class _Apply(nn.Module):
 
 class Program:
     """The calls of a segment as code. With `keep_statistics` it returns those of its normalisations and means too, and
-    the values of `segment.whole`."""
+    the values of `segment.whole`. With a policy, normalisations take statistics that were `seen` before."""
 
     def __init__(
-        self, segment: Segment, *, keep_statistics: bool = False, fused: bool = False, plain: bool = False
+        self,
+        segment: Segment,
+        *,
+        keep_statistics: bool = False,
+        fused: bool = False,
+        plain: bool = False,
+        policy: Statistics | None = None,
     ) -> None:
         self.segment, self.keep_statistics = segment, keep_statistics
         graph, root, copies = fx.Graph(), nn.Module(), dict[fx.Node, Any]()
         for node in segment.entries:
             copies[node] = graph.placeholder(node.name)
         rows = graph.placeholder("number_of_rows", default_value=0)
+        given = graph.placeholder("seen", default_value=())
         outside = {s for node in segment.entries for s in segment.traced.storages.get(node, ())}
         whole = segment.whole if keep_statistics else []
         outside |= {s for node in whole for s in segment.traced.storages.get(node, ())}
         self.kept: list[fx.Node] = []
         for number, (node, step) in enumerate(segment.steps.items()):
             statistic = step.couples if keep_statistics else ""
+            if policy is not None and step.couples == "batch":
+                setattr(root, f"step_{number}", _Apply(_with_moments(policy)))
+                args = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                moments = graph.call_function(_item, (given, len(self.kept)))
+                copies[node] = graph.call_module(f"step_{number}", (moments, *args))
+                self.kept.append(node)
+                continue
             if statistic in ("batch", "sample"):
                 function = statistics.normalise if statistic == "batch" else statistics.normalise_samples
                 setattr(root, f"step_{number}", _Apply(_spread(function)))
@@ -78,18 +92,32 @@ class Program:
                 op, target, args, kwargs = was
                 copies[node].op, copies[node].target = op, target
                 copies[node].args, copies[node].kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
-        seen = [copies.get((node, "seen"), copies[node]) for node in self.kept]  # type: ignore[call-overload]
+        seen = [copies.get((node, "seen"), copies[node]) for node in self.kept if policy is None]  # type: ignore[call-overload]
         seen += [copies[node] for node in whole]
         self.keys: list[Any] = [*self.kept, *((node, "whole") for node in whole)]
         graph.output(([copies[node] for node in segment.exits], seen))
         if fused:
             _fuse(graph, root)
         self.module = fx.GraphModule(root, graph)
-        self.code = self.module.forward
+        self.code: Callable[..., Any] = self.module.forward
 
-    def __call__(self, entries: Sequence[Any], rows: int = 0) -> Any:
-        outputs, seen = self.code(*entries, rows)
-        return (outputs, dict(zip(self.keys, seen, strict=True))) if self.keep_statistics else outputs
+    def compile(self) -> None:
+        """From now on as Inductor makes it."""
+        self.code = compiled(self.module)
+
+    def __call__(self, entries: Sequence[Any], rows: int = 0, seen: Mapping[fx.Node, Moments] | None = None) -> Any:
+        """The exits' values; with `keep_statistics` also what was seen, by node."""
+        if seen is not None:
+            outputs, _ = self.code(*entries, rows, [seen[node] for node in self.kept])
+            return outputs
+        outputs, found = self.code(*entries, rows)
+        return (outputs, dict(zip(self.keys, found, strict=True))) if self.keep_statistics else outputs
+
+
+def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """As Inductor makes it, with the random numbers that torch draws without it."""
+    made: Callable[..., Any] = torch.compile(module, options={"fallback_random": True})
+    return made
 
 
 def _item(pair: Sequence[Any], index: int) -> Any:
@@ -98,6 +126,10 @@ def _item(pair: Sequence[Any], index: int) -> Any:
 
 def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda args, kwargs: function(*args, **kwargs)
+
+
+def _with_moments(policy: Statistics) -> Callable[..., Any]:
+    return lambda moments, args, kwargs: statistics.normalise_kept(moments, policy, *args, **kwargs)
 
 
 def _on_rows(step: Step) -> Callable[..., Any]:
@@ -109,7 +141,7 @@ def _on_rows(step: Step) -> Callable[..., Any]:
 class InStep:
     """The calls of a segment on several parts of a batch, each call for all parts; the first part has gradients.
 
-    Statistics are those of all parts together, or, where the others have run before, those that were seen there.
+    Statistics are those of all parts together.
     """
 
     def __init__(self, segment: Segment, policy: Statistics) -> None:
@@ -126,14 +158,12 @@ class InStep:
         self.merged = {conv for conv, _ in self.fused.values()}
         self.lean_drops = drops(reads, set(segment.exits))
 
-    def __call__(
-        self, parts: list[list[Any]], rows: list[int], seen: Mapping[fx.Node, Moments] | None = None
-    ) -> list[list[Tensor]]:
+    def __call__(self, parts: list[list[Any]], rows: list[int]) -> list[list[Tensor]]:
         segment = self.segment
         values = [dict(zip(segment.entries, part, strict=True)) for part in parts]
         for node, step in segment.steps.items():
             if step.couples == "batch":
-                self._normalise(node, values, None if seen is None else seen[node])
+                self._normalise(node, values)
             else:
                 for i, known in enumerate(values):
                     if i and node in self.merged:
@@ -158,12 +188,12 @@ class InStep:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def _normalise(self, node: fx.Node, values: list[dict[fx.Node, Any]], seen: Moments | None) -> None:
+    def _normalise(self, node: fx.Node, values: list[dict[fx.Node, Any]]) -> None:
         source = node.args[0] if node.args else node.kwargs["input"]
         assert isinstance(source, fx.Node)
         reuse = len(source.users) == 1 and source in self.segment.steps
         xs = [known[source] for known in values]
-        done = statistics.normalise_together(node, values[0], xs, self.policy, reuse, seen)
+        done = statistics.normalise_together(node, values[0], xs, self.policy, reuse)
         for known, y in zip(values, done, strict=True):
             known[node] = y
 

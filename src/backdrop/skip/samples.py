@@ -69,9 +69,17 @@ class Samples:
         self.lean = Program(segment, fused=True)
         self.in_step = InStep(segment, policy) if self.norms else None
         self.all_first: Program | None = None
+        self.kept_again: Program | None = None
         if self.norms and at_once is None and not segment.traced.draws & segment.steps.keys():
             self.all_first = Program(segment, keep_statistics=True)
+            self.kept_again = Program(segment, policy=policy)
         self.rows = [segment.demands.get(node) for node in segment.entries]
+
+    def compile(self) -> None:
+        """From now on, all code as Inductor makes it."""
+        for program in (self.program, self.lean, self.all_first, self.kept_again):
+            if program is not None:
+                program.compile()
 
     def kept_samples(self, p: float | None = None) -> float:
         """On average: those that any of the masks keeps, as they are or with this p."""
@@ -178,11 +186,12 @@ class Samples:
         assert self.in_step is not None
         if self._is_twice(split.kept.device):
             assert self.all_first is not None
+            assert self.kept_again is not None
             with torch.no_grad():
                 whole, seen = self.all_first(values)
             if torch.is_autocast_enabled("cpu"):
                 torch.clear_autocast_cache()  # of weights that were cast without gradients
-            (again,) = self.in_step([self._take(values, split.kept)], [len(split.kept)], seen)
+            again = self.kept_again(self._take(values, split.kept), len(split.kept), seen)
             return _merge(again, whole, split)
         rows = [split.kept, *self._parts(split.rest, parts)]
         taken = []
@@ -322,6 +331,9 @@ class Run:
                     leaf.detach().requires_grad_(want) if leaf.is_floating_point() or leaf.is_complex() else leaf
                     for leaf, want in zip(leaves, wanted, strict=True)
                 ]
+                del taken
+                for leaf, whole, known in zip(leaves, shared, result, strict=True):
+                    leaf.grad = known if whole else None  # to which torch adds in place
                 _set_random_state(device, state)
                 with torch.enable_grad(), contextlib.ExitStack() as stack:
                     for settings in self.autocast:
@@ -336,16 +348,14 @@ class Run:
                 if not pairs:
                     continue
                 ends, seeds = zip(*pairs, strict=True)
-                found = iter(torch.autograd.grad(ends, inputs, seeds, allow_unused=True))
-                del outputs, pairs, ends, seeds
-                for i, (want, whole) in enumerate(zip(wanted, shared, strict=True)):
-                    new = next(found) if want else None
-                    if new is None:
+                del outputs, pairs
+                torch.autograd.backward(ends, seeds, inputs=inputs)
+                del ends, seeds
+                for i, (leaf, whole) in enumerate(zip(leaves, shared, strict=True)):
+                    new, demand = leaf.grad, demands[i]
+                    if new is None or whole:
+                        result[i] = new if whole else result[i]
                         continue
-                    if whole:
-                        result[i] = new if result[i] is None else result[i].add_(new)  # type: ignore[union-attr]
-                        continue
-                    demand = demands[i]
                     assert demand is not None
                     if result[i] is None:
                         result[i] = torch.zeros_like(tensors[i])

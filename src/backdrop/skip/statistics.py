@@ -82,24 +82,58 @@ def normalise(
     return y, Moments(mean, inverse_std)
 
 
-def normalise_together(
-    node: fx.Node,
-    values: Mapping[fx.Node, Any],
-    parts: list[Tensor],
+def normalise_kept(
+    moments: Moments,
     policy: Statistics,
-    reuse: bool,
-    seen: Moments | None = None,
-) -> list[Tensor]:
-    """The same on a batch in parts, to rounding; the first alone has gradients. `reuse` writes over the others.
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm` on some samples of a batch with the statistics of all, which were seen before."""
+    y: Tensor = _Kept.apply(input, weight, bias, *moments, policy == "sampled")  # type: ignore[no-untyped-call]
+    return y
 
-    With the statistics that were `seen` in a pass over all, parts take these.
-    """
+
+class _Kept(torch.autograd.Function):
+    """By torch's own kernels: those of training, given statistics of other cells, compute the sampled gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, inverse_std: Tensor, sampled: bool
+    ) -> Tensor:
+        ctx.sampled = sampled
+        variance = inverse_std.reciprocal().square()
+        ctx.save_for_backward(x, gamma, mean, inverse_std, variance)
+        y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, variance, False, 0.0, 0.0)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, inverse_std, variance = ctx.saved_tensors
+        wanted = [*ctx.needs_input_grad[:3]]
+        if not any(wanted):
+            return (None,) * 6
+        dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward(
+            dy, x, gamma, mean, variance, mean, inverse_std, ctx.sampled, 0.0, wanted
+        )
+        found = (dx, dgamma, dbeta)
+        return *(each if want else None for each, want in zip(found, wanted, strict=True)), None, None, None
+
+
+def normalise_together(
+    node: fx.Node, values: Mapping[fx.Node, Any], parts: list[Tensor], policy: Statistics, reuse: bool
+) -> list[Tensor]:
+    """The same on a batch in parts, to rounding; the first alone has gradients. `reuse` writes over the others."""
     given = settings(node, values)
     weight, bias = given.get("weight"), given.get("bias")
-    if seen is None:
-        _check_number(parts)
-        seen = _moments_of_all(given, [x.detach() for x in parts])
-    used = seen
+    _check_number(parts)
+    used = _moments_of_all(given, [x.detach() for x in parts])
     cells = parts[0].numel() // parts[0].shape[1] if policy == "sampled" else None
     how = Epilogue(moments=used, cells=cells)
     parts[0] = finish(parts[0], weight, bias, how)
