@@ -73,6 +73,11 @@ class Capture:
         self.breaks = [*self.breaks[-7:], text]
 
 
+def is_captured(frame: types.FrameType) -> bool:
+    """Whether a frame is that of a function under capture."""
+    return frame.f_code.co_name.startswith("captured_") and frame.f_code.co_filename == __file__
+
+
 def _is_of_captured(module: fx.GraphModule) -> bool:
     """Whether a graph is one of the function's own, and not of something that it calls, which torch follows alone."""
     names = []

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from backdrop._checks import check_int
 from backdrop._inserted import inserted_mask
-from backdrop.graph.capture import Capture
+from backdrop.graph.capture import Capture, is_captured
 from backdrop.graph.cost import Cost
 from backdrop.graph.trace import SHARED, clean, first_line, trace
 from backdrop.layers import Backdrop
@@ -299,7 +299,7 @@ class _Looking:
     def _look_at_layer(self) -> None:
         """A layer that ran by itself, because torch follows no frames of its own: look at what it does."""
         frame: Any = sys._getframe(2)
-        while frame is not None and frame.f_code.co_name not in ("mark", "captured"):
+        while frame is not None and frame.f_code.co_name != "mark" and not is_captured(frame):
             frame = frame.f_back
         if frame is None or frame.f_code.co_name != "mark":
             return
@@ -320,7 +320,7 @@ class _Looking:
     def _prefix(self) -> str:
         """The path of the module whose code torch follows by itself, if it is not the whole model's."""
         frame: Any = sys._getframe(2)
-        while frame is not None and frame.f_code.co_name != "captured":
+        while frame is not None and not is_captured(frame):
             owner = frame.f_locals.get("self")
             path: str | None = self.paths.get(id(owner)) if isinstance(owner, nn.Module) else None
             if path is not None:
