@@ -48,6 +48,23 @@ def test_any_batch_has_the_gradients_of_the_plain_pair(count, p, exact, scale, s
     check(nn.Sequential(network(), Backdrop(p, exact=exact, scale=scale)), images(count), seed=seed)
 
 
+@pytest.mark.parametrize("at_once", [None, 5])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity])
+def test_images_turn_for_the_pass_without_gradients(norm, at_once):
+    """Convolutions on a CPU want the channels together; outputs lie in memory as the plain model's do."""
+    layers = [nn.Conv2d(3, 8, 3, padding=1), norm(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 6, 3)]
+    plain = nn.Sequential(*layers, Backdrop(0.7, exact=True))
+    x = torch.randn(24, 3, 20, 16)
+    if norm is nn.Identity:  # under the others gradients are estimated
+        check(plain, x, tolerance=1e-5, at_once=at_once)
+    fast = skip_blocked(plain, statistics="sampled", when="always", at_once=at_once)
+    expected, out = plain(x), fast(x)
+    assert "ran with gradients" in fast.skip_report[0].last
+    assert out.stride() == expected.stride()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(fast.named_buffers()), dict(plain.named_buffers()), rtol=1e-5, atol=1e-5)
+
+
 class Watch(nn.Module):
     """Writes down how many samples it sees, and whether they have gradients."""
 

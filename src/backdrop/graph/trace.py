@@ -17,15 +17,17 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from backdrop.graph.cost import Cost, Meter
+from backdrop.graph.cost import NORM, Cost, Meter
 from backdrop.graph.table import rule_of
 
 OUT_OF_PLACE: dict[Any, Any] = {
@@ -105,10 +107,36 @@ def clean(path: str) -> str:
     return re.sub(r"\[['\"]?|['\"]?\]", ".", found).replace("..", ".").strip(".")
 
 
-def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Traced:
+class StandIns:
+    """Tensors that hold nothing in the place of the inputs of a graph; those of parameters serve for every size."""
+
+    def __init__(self) -> None:
+        self.mode: Any = None
+        self.made: dict[int, tuple[Callable[[], Tensor | None], Tensor]] = {}  # by the number of the input
+
+    def __getitem__(self, number_and_real: tuple[int, Tensor]) -> Tensor:
+        number, real = number_and_real
+        lasts = isinstance(real, nn.Parameter)
+        if lasts and number in self.made:
+            of, made = self.made[number]
+            if of() is real and _looks_alike(made, real):
+                return made
+        made = self.mode.from_tensor(real.detach(), static_shapes=True)
+        if lasts:
+            self.made[number] = weakref.ref(real), made
+        elif real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu":
+            made.constant = real.detach().clone()  # type: ignore[attr-defined]  # a number that a function may read
+        return made
+
+
+def _looks_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and (a.dtype, a.device) == (b.dtype, b.device)
+
+
+def trace(module: fx.GraphModule, inputs: Sequence[Any], stand_ins: StandIns | None = None) -> Traced:
     """The pure graph for such inputs, which are looked at for their sizes alone."""
     try:
-        passed = _Pass(module, inputs)
+        passed = _Pass(module, inputs, StandIns() if stand_ins is None else stand_ins)
     except TraceError:
         raise
     except Exception as error:  # tensors without memory or versions of their own: of vmap, of inference mode
@@ -119,7 +147,7 @@ def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Traced:
 class _Pass:
     """A run of a graph on stand-ins, and what can be seen from it."""
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], stand_ins: StandIns) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.values: dict[fx.Node, Any] = {}
@@ -129,25 +157,24 @@ class _Pass:
         self.storages: dict[fx.Node, set[int]] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # whose memory a call writes over
         self.contexts: dict[fx.Node, Any] = {}
+        self.readers: dict[int, list[fx.Node]] = {}  # the calls that are given something in some memory
         self.alive: list[Any] = []
         context: list[Any] = []
+        stand_ins.mode = stand_ins.mode or FakeTensorMode(allow_non_fake_inputs=True)
+        made: dict[int, Tensor] = {}
+        for i, real in enumerate(inputs):
+            if isinstance(real, Tensor) and id(real) not in made:
+                made[id(real)] = stand_ins[i, real]
         given = iter(inputs)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), Meter() as self.meter:
-            stand_ins: dict[int, Tensor] = {}
+        with stand_ins.mode, torch.no_grad(), Meter() as self.meter:
             for node in module.graph.nodes:
                 if node.op == "output":
                     break
                 if node.op == "placeholder":
                     real = next(given)
-                    if isinstance(real, Tensor):
-                        if id(real) not in stand_ins:
-                            stand_ins[id(real)] = _stand_in(mode, real)
-                        value: Any = stand_ins[id(real)]
-                    else:
-                        value = real
-                        if not isinstance(real, (int, bool)):
-                            self.runtime.add(node)
-                    self.values[node] = value
+                    self.values[node] = made.get(id(real), real)
+                    if not isinstance(real, (Tensor, int, bool)):
+                        self.runtime.add(node)
                 elif node.op == "get_attr":
                     self.values[node] = _attribute(module, str(node.target))
                 else:
@@ -175,7 +202,11 @@ class _Pass:
         try:
             self.meter.cost, self.meter.draws = Cost(0, 0, 0), False
             target: Any = node.target
-            if node.op == "call_function":
+            if _keeps_kind(node, args, kwargs):
+                value = torch.empty_like(args[0])
+                if target is F.batch_norm or target is torch.batch_norm:
+                    self.meter.cost = self.meter.cost._replace(numbers=NORM * self.meter.cost.numbers)
+            elif node.op == "call_function":
                 value = target(*args, **kwargs)
             elif node.op == "call_method":
                 value = getattr(args[0], target)(*args[1:], **kwargs)
@@ -197,14 +228,27 @@ class _Pass:
         value = self.values.get(node)
         self.alive.append(value)
         self.storages[node] = {leaf.untyped_storage()._cdata for leaf in _tensors(value)}
+        if node.op not in ("placeholder", "get_attr"):
+            for storage in {s for source in node.all_input_nodes for s in self.storages.get(source, ())}:
+                self.readers.setdefault(storage, []).append(node)
 
 
-def _stand_in(mode: Any, real: Tensor) -> Tensor:
-    made: Any = mode.from_tensor(real.detach(), static_shapes=True)
-    if real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu":
-        with torch.utils._python_dispatch._disable_current_modes():
-            made.constant = real.detach().clone()  # a number that may change at every step, which a function may read
-    return made  # type: ignore[no-any-return]
+# Functions of one tensor whose result has its shape and dtype; what torch does to find that out takes long.
+LIKE_THE_FIRST = {
+    *(F.batch_norm, torch.batch_norm, F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.gelu, F.mish, F.elu),
+    *(F.leaky_relu, F.hardtanh, torch.relu, torch.sigmoid, torch.tanh),
+}
+
+
+def _keeps_kind(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if node.op != "call_function" or node.target not in LIKE_THE_FIRST or kwargs.get("inplace", False):
+        return False
+    return (
+        bool(args)
+        and isinstance(args[0], Tensor)
+        and args[0].is_floating_point()
+        and not any(a is True for a in args[1:5])
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -296,7 +340,7 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.pinned[copy] = "it changes the mode of what follows"
         elif "no_grad" in passed.contexts[node]:
             traced.pinned[copy] = WITHOUT_GRADIENT
-        statistics = _only_statistics(node, passed.writes.get(node, []), order, passed)
+        statistics = _only_statistics(node, passed.writes.get(node, []), passed)
         read = {s for source in node.all_input_nodes for s in passed.storages.get(source, ())}
         touched = {s for s in read if last_write.get(s, -1) > place[node]}
         if (touched | passed.storages[node]) & dirty or (node in passed.writes and node not in pure and not statistics):
@@ -330,7 +374,7 @@ def _pure_calls(
     roots: dict[fx.Node, fx.Node] = {}
     dirty: set[int] = set()
     for node, written in passed.writes.items():
-        if _only_statistics(node, written, order, passed):
+        if _only_statistics(node, written, passed):
             continue
         first, called = _first(node), _out_of_place(node)
         storages = {s for each in written for s in passed.storages[each]}
@@ -388,19 +432,12 @@ def _first(node: fx.Node) -> Any:
     return node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
 
 
-def _only_statistics(node: fx.Node, written: list[fx.Node], order: list[fx.Node], passed: _Pass) -> bool:
+def _only_statistics(node: fx.Node, written: list[fx.Node], passed: _Pass) -> bool:
     """Whether all it writes are running statistics that nobody else looks at."""
     called = getattr(node.target, "__name__", "")
     if called not in ("batch_norm", "instance_norm") or not written or _first(node) in written:
         return False
-    storages = {s for each in written for s in passed.storages[each]}
-    readers = [
-        other
-        for other in order
-        if other.op not in ("placeholder", "get_attr")
-        and any(storages & passed.storages.get(source, set()) for source in other.all_input_nodes)
-    ]
-    return readers == [node]
+    return all(passed.readers[s] == [node] for each in written for s in passed.storages[each])
 
 
 def _out_of_place(node: fx.Node) -> Called | None:
@@ -469,6 +506,8 @@ def _same_kind(node: fx.Node, pure: Called, passed: _Pass) -> bool:
 
     op, target, args, kwargs = pure
     own = passed.values[_first(node)]
+    if op == "call_function" and target in LIKE_THE_FIRST:
+        return bool(own.is_floating_point())
     modes = [leaf.fake_mode for leaf in _tensors(own) if hasattr(leaf, "fake_mode")]
     try:
         with modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

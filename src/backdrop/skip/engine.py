@@ -16,7 +16,7 @@ from backdrop._marks import layer_of
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.table import Statistics
-from backdrop.graph.trace import Traced, TraceError, is_mark, once_differentiable, trace
+from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, once_differentiable, trace
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
@@ -171,6 +171,7 @@ class Graph:
     def __init__(self, engine: Engine, module: fx.GraphModule) -> None:
         self.engine, self.module = engine, module
         self.plans: OrderedDict[Any, Plan] = OrderedDict()
+        self.stand_ins = StandIns()
         self.numbers: list[int] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -179,7 +180,7 @@ class Graph:
         key = (self.engine.compiled, *(inputs[i] for i in self.numbers))
         plan = self.plans.get(key)
         if plan is None:
-            plan = self.plans[key] = Plan(self.engine, self.module, inputs)
+            plan = self.plans[key] = Plan(self.engine, self.module, inputs, self.stand_ins)
             if len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
         else:
@@ -207,12 +208,14 @@ def _marked(node: fx.Node) -> fx.Node:
 class Plan:
     """A graph for inputs of one size: what is skipped in it, and code for all of it."""
 
-    def __init__(self, engine: Engine, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, engine: Engine, module: fx.GraphModule, inputs: Sequence[Any], stand_ins: StandIns | None = None
+    ) -> None:
         self.engine = engine
         self.failed = ""
         self.parts: list[Part] = []
         try:
-            self.traced = trace(module, inputs)
+            self.traced = trace(module, inputs, stand_ins)
         except TraceError as error:
             self.failed = f"it cannot be planned ahead ({error})"
             self.traced = _as_it_is(module)
