@@ -16,6 +16,9 @@ Dims: TypeAlias = int | Sequence[int]
 Patch: TypeAlias = int | Sequence[int]
 Scale: TypeAlias = Literal["count", "eq1", "probability"] | None
 
+Choose: TypeAlias = Literal["uniform", "gradient"]
+
+CHOICES: tuple[Choose, ...] = ("uniform", "gradient")
 SCALES: tuple[Scale, ...] = ("count", "eq1", "probability", None)
 
 
@@ -83,6 +86,15 @@ def check_patch(patch: Patch, count: int | None = None, dims: Dims | None = None
 def check_scale(scale: Scale) -> None:
     if scale not in SCALES:
         raise ValueError(f"scale has to be one of {', '.join(map(repr, SCALES))}, but got {scale!r}")
+
+
+def check_choose(choose: Choose, floor: float) -> None:
+    if choose not in CHOICES:
+        raise ValueError(f"choose has to be one of {', '.join(map(repr, CHOICES))}, but got {choose!r}")
+    if isinstance(floor, bool) or not isinstance(floor, numbers.Real):
+        raise TypeError(f"floor has to be a number, but got {floor!r} of type {type(floor).__name__}")
+    if not 0 <= floor <= 1:
+        raise ValueError(f"floor has to be in [0, 1], the share of the choice that stays uniform, but got {floor}")
 
 
 def check_shape(shape: Sequence[int]) -> Sequence[int]:

@@ -55,8 +55,31 @@ def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
         return [mask(tensors[0])]
     if not tensors or not mask.training or not any(t.requires_grad for t in tensors) or is_zero(mask.p):
         return tensors
+    if mask.choose == "gradient":
+        return list(_ChosenTogether.apply(mask, *tensors))  # type: ignore[no-untyped-call]
     weight = mask.draw_weight(max(tensors, key=lambda t: t.dtype.itemsize)[:, ...])
     return [functional.mask_gradient(t, weight.view(-1, *[1] * (t.ndim - 1))) for t in tensors]
+
+
+class _ChosenTogether(torch.autograd.Function):
+    """One choice by the gradients of all tensors, drawn in the first backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, mask: Backdrop, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mask, ctx.weight = mask, None
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        arrived = [grad for grad in grads if grad is not None]
+        if ctx.weight is None and arrived:
+            ctx.weight = ctx.mask.choose_weight_and_count(*arrived)[0].flatten()
+        masked = [
+            None if grad is None else functional._multiply(grad, ctx.weight.view(-1, *[1] * (grad.ndim - 1)))
+            for grad in grads
+        ]
+        return None, *masked
 
 
 def is_differentiable(leaf: Any) -> bool:

@@ -27,21 +27,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backdrop import _kernels
+from backdrop import _informed, _kernels
 from backdrop._checks import (
+    Choose,
     Dims,
     Patch,
     Probability,
     Scale,
+    check_choose,
     check_differentiable,
     check_p,
     check_scale,
     check_shape,
     check_weight,
 )
-from backdrop._draw import draw_units, is_zero, make_lattice, spread
+from backdrop._draw import Lattice, draw_units, is_zero, make_lattice, spread
 
-__all__ = ["backdrop", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
+__all__ = ["backdrop", "choose_weight", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
 PART = 2**18  # elements that are multiplied at a time where dtypes are mixed on a CPU
 
@@ -54,6 +56,8 @@ def backdrop(
     patch: Patch = 1,
     exact: bool = False,
     scale: Scale = "count",
+    choose: Choose = "uniform",
+    floor: float = 0.1,
     training: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -72,15 +76,22 @@ def backdrop(
         exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units instead of a random number.
         scale: what kept gradients are multiplied by: "count" N/|b| (Eq. 2, unbiased), "eq1" (1-p) N/|b|
             (Eq. 1 as printed), "probability" 1/(1-p), or None for 1.
+        choose: "uniform" draws units blindly, in the forward pass. "gradient" draws them in the backward pass, in
+            proportion to the size of the gradient that arrives at them, and weighs each by one over the probability
+            that it is kept: as unbiased, with less variance where gradients differ (`choose_weight`).
+        floor: the share of that choice which stays uniform.
         training: False makes this the identity.
         generator: source of randomness, on the device of `x`; the device's default generator otherwise.
     """
     p = check_p(p)
     check_scale(scale)
+    check_choose(choose, floor)
     check_differentiable(x)
     lattice = make_lattice(x.shape, dims, patch)
     if not training or is_zero(p) or not _wants_gradient(x):
         return x
+    if choose == "gradient":
+        return _apply_informed(x, p, lattice, exact, scale, floor, generator)
     dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
     weight = draw_units(lattice, p, exact, scale, generator, x.device, dtype)
     return _apply(x, spread(weight, lattice, x.shape))
@@ -133,6 +144,74 @@ def draw_weight(
     lattice = make_lattice(check_shape(shape), dims, patch)
     weight = draw_units(lattice, p, exact, scale, generator, _device(device, generator), dtype)
     return spread(weight, lattice, shape)
+
+
+def choose_weight(
+    grad: Tensor,
+    p: Probability,
+    dims: Dims = 0,
+    *,
+    patch: Patch = 1,
+    exact: bool = False,
+    scale: Scale = "count",
+    floor: float = 0.1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw what a gradient is multiplied by if its units are chosen by their size: `backdrop` with choose="gradient".
+
+    A unit with gradient g_u is kept with probability pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N and weighs
+    1 / pi_u; tau is such that the pi_u of a group of N units add up to k = N (1 - p). With `exact` just k units are
+    kept, rounded to a whole number, and otherwise each by itself, but at least one. Where all gradients are alike, or
+    zero, units are chosen uniformly; infinite and NaN ones are kept first. With scale "eq1" weights are multiplied
+    by 1 - p, with None they are 1, which is biased.
+
+    Examples:
+        >>> grad = torch.tensor([0.0, 0.0, 8.0, 0.0])
+        >>> choose_weight(grad, 0.75, exact=True, floor=0.0)
+        tensor([0., 0., 1., 0.])
+    """
+    p = check_p(p)
+    check_scale(scale)
+    check_choose("gradient", floor)
+    check_differentiable(grad)
+    lattice = make_lattice(grad.shape, dims, patch)
+    return _choose(grad, lattice, p, exact, scale, floor, generator)
+
+
+def _choose(
+    grad: Tensor,
+    lattice: Lattice,
+    p: Probability,
+    exact: bool,
+    scale: Scale,
+    floor: float,
+    generator: torch.Generator | None,
+) -> Tensor:
+    with torch.no_grad():
+        weight = _informed.weigh(grad, lattice, p, exact, scale, floor, generator)
+    dtype = torch.float64 if grad.dtype in (torch.float64, torch.complex128) else torch.float32
+    return spread(weight.to(dtype), lattice, grad.shape)
+
+
+def _choose_and_count(
+    grads: Sequence[Tensor],
+    p: Probability,
+    dims: Dims,
+    patch: Patch,
+    exact: bool,
+    scale: Scale,
+    floor: float,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, float]:
+    """One choice for several tensors, as a weight for the first; and how many equal gradients theirs are worth."""
+    with torch.no_grad():
+        lattices = [make_lattice(grad.shape, dims, patch) for grad in grads]
+        norms = _informed.unit_norms(*zip(grads, lattices, strict=True))
+        weight = _informed.weigh_norms(norms, p, exact, scale, floor, generator)
+        total, squares = norms.sum(), norms.square().sum()
+        effective = float(total.square() / squares) if norms.numel() else 0.0
+    dtype = torch.float64 if grads[0].dtype in (torch.float64, torch.complex128) else torch.float32
+    return spread(weight.to(dtype), lattices[0], grads[0].shape), effective
 
 
 def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
@@ -209,6 +288,50 @@ class _TransformableMaskGradient(torch.autograd.Function):
         x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         weight = weight.unsqueeze(0) if weight_dim is None else weight.movedim(weight_dim, 0)
         return _apply(x, weight), 0
+
+
+def _apply_informed(
+    x: Tensor,
+    p: Probability,
+    lattice: Lattice,
+    exact: bool,
+    scale: Scale,
+    floor: float,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
+        )
+    masked: Tensor = _InformedMask.apply(x, p, lattice, exact, scale, floor, generator)  # type: ignore[no-untyped-call]
+    return masked
+
+
+class _InformedMask(torch.autograd.Function):
+    """Chooses in the first backward pass; later ones through the same call have its mask, and are as unbiased."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        p: Probability,
+        lattice: Lattice,
+        exact: bool,
+        scale: Scale,
+        floor: float,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        ctx.how = (lattice, p, exact, scale, floor, generator)
+        ctx.weight = None
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():
+            weight = _choose(grad, *ctx.how)
+        else:
+            weight = ctx.weight = _choose(grad, *ctx.how) if ctx.weight is None else ctx.weight
+        return _multiply(grad, weight), None, None, None, None, None, None
 
 
 def _multiply(grad: Tensor, weight: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from backdrop import _marks, functional
 from backdrop._checks import (
+    Choose,
     Dims,
     Patch,
     Probability,
     Scale,
+    check_choose,
     check_differentiable,
     check_dims,
     check_generator,
@@ -55,6 +57,9 @@ class Backdrop(nn.Module):
         exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units.
         scale: "count" multiplies kept gradients by N/|b| (unbiased), "eq1" by (1-p) N/|b|, "probability" by
             1/(1-p), None by 1.
+        choose: "uniform" chooses units blindly, "gradient" by the size of the gradient that arrives at them, weighted
+            so that the result is as unbiased (`functional.choose_weight`).
+        floor: with choose="gradient", the share of the choice that stays uniform.
         generator: source of randomness instead of the device's default generator.
         group: processes that draw one mask over all their samples: one count N/|b|, never empty as a whole. A process
             group, or "world". They agree on a seed in the first call; a generator has to be seeded alike on all.
@@ -71,12 +76,21 @@ class Backdrop(nn.Module):
         tensor([0., 4., 0., 0., 0., 0., 0., 4.])
     """
 
-    _defaults: ClassVar[dict[str, object]] = {"dims": 0, "patch": 1, "exact": False, "scale": "count"}
+    _defaults: ClassVar[dict[str, object]] = {
+        "dims": 0,
+        "patch": 1,
+        "exact": False,
+        "scale": "count",
+        "choose": "uniform",
+        "floor": 0.1,
+    }
 
     dims: Dims
     patch: Patch
     exact: bool
     scale: Scale
+    choose: Choose = "uniform"
+    floor: float = 0.1
     generator: torch.Generator | None
 
     def __init__(
@@ -87,6 +101,8 @@ class Backdrop(nn.Module):
         patch: Patch = 1,
         exact: bool = False,
         scale: Scale = "count",
+        choose: Choose = "uniform",
+        floor: float = 0.1,
         generator: torch.Generator | None = None,
         group: Group = None,
         uneven: bool = False,
@@ -95,13 +111,20 @@ class Backdrop(nn.Module):
         check_dims(dims)
         check_patch(patch)
         check_scale(scale)
+        check_choose(choose, floor)
         check_generator(generator)
         check_group(group)
+        if choose == "gradient" and group is not None:
+            raise ValueError(
+                "choose='gradient' takes the gradients of one process; leave out group, or choose 'uniform'"
+            )
         self._p = check_p(p)
         self.dims = dims
         self.patch = patch
         self.exact = exact
         self.scale = scale
+        self.choose = choose
+        self.floor = floor
         self.generator = generator
         self._across = None if group is None else SharedDraw(group, uneven)
         self._number = _marks.register(self)
@@ -142,12 +165,16 @@ class Backdrop(nn.Module):
             patch=self.patch,
             exact=self.exact,
             scale=self.scale,
+            choose=self.choose,
+            floor=self.floor,
             training=self.training,
             generator=self.generator,
         )
 
     def draw_weight(self, x: Tensor) -> Tensor:
         """Draw what the gradient of `x` would be multiplied by; the same random numbers as a call uses."""
+        if self.choose == "gradient":
+            raise RuntimeError("choose='gradient' chooses by the gradient that arrives: use choose_weight(grad)")
         shape, generator, first, rows = tuple(x.shape), self.generator, 0, None
         if self._across is not None:
             rows = len(x) if 0 in check_dims(self.dims, x.ndim) else None
@@ -167,6 +194,28 @@ class Backdrop(nn.Module):
         )
         return weight if rows is None else weight.narrow(0, first, rows)
 
+    def choose_weight(self, grad: Tensor) -> Tensor:
+        """Draw what this gradient is multiplied by where units are chosen by it."""
+        return functional.choose_weight(
+            grad,
+            self._p,
+            self.dims,
+            patch=self.patch,
+            exact=self.exact,
+            scale=self.scale,
+            floor=self.floor,
+            generator=self.generator,
+        )
+
+    def choose_weight_and_count(self, *grads: Tensor) -> tuple[Tensor, float]:
+        """The same over several tensors with the same units; and how many equal gradients theirs are worth.
+
+        That is (sum |g_u|)^2 / sum |g_u|^2 over all units: reading it waits for the device.
+        """
+        return functional._choose_and_count(
+            grads, self._p, self.dims, self.patch, self.exact, self.scale, self.floor, self.generator
+        )
+
     def extra_repr(self) -> str:
         p = f"tensor({self._p.item():.7g})" if isinstance(self._p, Tensor) and not self._p.is_meta else self._p
         settings = {name: getattr(self, name) for name, default in self._defaults.items()}
@@ -179,7 +228,14 @@ class Backdrop(nn.Module):
 class _SpatialBackdrop(Backdrop):
     """Drops positions of a feature map (N, C, spatial axes); channels share the draw."""
 
-    _defaults: ClassVar[dict[str, object]] = {"patch": 1, "shared": False, "exact": False, "scale": "count"}
+    _defaults: ClassVar[dict[str, object]] = {
+        "patch": 1,
+        "shared": False,
+        "exact": False,
+        "scale": "count",
+        "choose": "uniform",
+        "floor": 0.1,
+    }
     _spatial: ClassVar[tuple[str, ...]]
 
     def __init__(
@@ -190,6 +246,8 @@ class _SpatialBackdrop(Backdrop):
         shared: bool = False,
         exact: bool = False,
         scale: Scale = "count",
+        choose: Choose = "uniform",
+        floor: float = 0.1,
         generator: torch.Generator | None = None,
         group: Group = None,
         uneven: bool = False,
@@ -198,7 +256,16 @@ class _SpatialBackdrop(Backdrop):
         dims = axes if shared else (0, *axes)
         check_patch(patch, len(axes), dims)
         super().__init__(
-            p, dims, patch=patch, exact=exact, scale=scale, generator=generator, group=group, uneven=uneven
+            p,
+            dims,
+            patch=patch,
+            exact=exact,
+            scale=scale,
+            choose=choose,
+            floor=floor,
+            generator=generator,
+            group=group,
+            uneven=uneven,
         )
 
     @property
@@ -213,6 +280,10 @@ class _SpatialBackdrop(Backdrop):
     def draw_weight(self, x: Tensor) -> Tensor:
         self._check_rank(x)
         return super().draw_weight(x)
+
+    def choose_weight(self, grad: Tensor) -> Tensor:
+        self._check_rank(grad)
+        return super().choose_weight(grad)
 
     def _check_rank(self, x: Tensor) -> None:
         if x.ndim != 2 + len(self._spatial):

@@ -118,15 +118,15 @@ class StandIns:
         number, real = number_and_real
         lasts = isinstance(real, nn.Parameter)
         if lasts and number in self.made:
-            of, made = self.made[number]
-            if of() is real and _looks_alike(made, real):
-                return made
-        made = self.mode.from_tensor(real.detach(), static_shapes=True)
+            of, known = self.made[number]
+            if of() is real and _looks_alike(known, real):
+                return known
+        made: Any = self.mode.from_tensor(real.detach(), static_shapes=True)
         if lasts:
             self.made[number] = weakref.ref(real), made
         elif real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu":
-            made.constant = real.detach().clone()  # type: ignore[attr-defined]  # a number that a function may read
-        return made
+            made.constant = real.detach().clone()  # a number that a function may read
+        return made  # type: ignore[no-any-return]
 
 
 def _looks_alike(a: Tensor, b: Tensor) -> bool:
@@ -203,7 +203,7 @@ class _Pass:
             self.meter.cost, self.meter.draws = Cost(0, 0, 0), False
             target: Any = node.target
             if _keeps_kind(node, args, kwargs):
-                value = torch.empty_like(args[0])
+                value: Any = torch.empty_like(args[0])  # type: ignore[arg-type]
                 if target is F.batch_norm or target is torch.batch_norm:
                     self.meter.cost = self.meter.cost._replace(numbers=NORM * self.meter.cost.numbers)
             elif node.op == "call_function":

@@ -443,6 +443,8 @@ class Part(nn.Module):
         if self.way is None:
             return self._plainly(values, self.never)
         reason, parts = self._decide(values)
+        if isinstance(self.way, Samples):
+            reason = self.way.refuses() or reason
         if reason:
             return self._plainly(values, reason)
         for entry in self.entries:
@@ -450,7 +452,7 @@ class Part(nn.Module):
         if isinstance(self.way, Positions):
             self.entries[0].last = "backward has not run yet"
             return [self.way.run(values, self.entries[0])]
-        outputs, said = self.way.run(values, parts)
+        outputs, said = self.way.run(values, parts, self.entries)
         for entry in self.entries:
             entry.last = said
         found = dict(zip(self.way.exits, outputs, strict=True))
@@ -469,8 +471,9 @@ class Part(nn.Module):
         """Why it is better to run plain, if so; and in how many parts samples without gradients run."""
         ps = tuple(float(layer.p) if layer.training else 0.0 for layer in self.layers)
         device = next(value.device for value in values if isinstance(value, Tensor))
-        if self.decided is None or self.decided[0] != (ps, device):
-            self.decided = ((ps, device), *self._estimate(ps, device))
+        key = (ps, device, [layer.choose for layer in self.layers])
+        if self.decided is None or self.decided[0] != key:
+            self.decided = (key, *self._estimate(ps, device))
         return self.decided[1], self.decided[2]
 
     def _estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:

@@ -227,11 +227,12 @@ class Run:
         return [next(given) if other is None else other for other in self.others]
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The segment on the whole map, without gradients. The mask is drawn first."""
+        """The segment on the whole map, without gradients. The mask is drawn first, unless gradients choose it."""
         plan = self.plan
-        widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
-        self.weight = plan.mask.draw_weight(widest.new_empty(()).expand(plan.shape))
-        self.kept = Kept(plan.lattice, self.weight)
+        if plan.mask.choose == "uniform":
+            widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
+            self.weight = plan.mask.draw_weight(widest.new_empty(()).expand(plan.shape))
+            self.kept = Kept(plan.lattice, self.weight)
         (out,), self.seen = plan.forward(self.entries(tensors))
         if torch.is_autocast_enabled(out.device.type):
             torch.clear_autocast_cache()  # of weights that were cast without gradients
@@ -393,11 +394,15 @@ class Run:
 
     def backward(self, grad: Tensor, tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the entries that are tensors, from windows alone."""
-        plan, weight, segment = self.plan, self.weight, self.plan.segment
-        assert weight is not None
+        plan, segment, worth = self.plan, self.plan.segment, ""
+        if self.weight is None:
+            self.weight, effective = plan.mask.choose_weight_and_count(grad)
+            self.kept = Kept(plan.lattice, self.weight)
+            worth = f", chosen by gradients worth {effective:.3g} equal ones"
+        weight = self.weight
         assert self.kept is not None
         windows = find_windows(plan.lattice, self.kept, weight, grad)
-        self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again"
+        self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again{worth}"
         values = self.entries(tensors)
         nodes = [node for node, other in zip(segment.entries, self.others, strict=True) if other is None]
         if not len(windows):

@@ -5,6 +5,9 @@ Right for calls whose result for one sample depends on that sample alone, which 
 batch statistics (see statistics.py) both kinds of samples take every call together, and the statistics are those of
 all.
 
+Where a mask chooses by gradients, all samples run without them, in parts, and the chosen ones again with gradients once
+the backward pass has come to the mask.
+
 With `at_once`, no pass has more samples than that in work. The kept ones then run without gradients too, part by part,
 if there are more of them, and again with gradients in the backward pass, each part from the same random numbers. With p
 = 0 that is gradient caching (Gao et al., 2021)."""
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +32,7 @@ from backdrop.graph import cost
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.skip.programs import InStep, Program
+from backdrop.skip.report import Entry
 from backdrop.skip.segments import Segment
 
 AT_ONCE = 384  # at least so many samples run together without gradients, where nobody says otherwise
@@ -100,8 +105,12 @@ class Samples:
     def spent(self, known: cost.Cost, device: torch.device, p: float | None = None) -> Spent:
         """What a step takes by the cost model, from what a pass costs, as the masks are or with this p."""
         kept, twice = self.kept_samples(p), self._is_twice(device)
-        parts, step = self._number_of_parts(self.number - kept, kept), known.step(device)
-        parts = 1 if twice else parts
+        if self.chooses:
+            kept_first, twice = 0.0, True
+            parts = 1 if self.norms else self._number_of_parts(self.number, kept_first)
+        else:
+            parts = 1 if twice else self._number_of_parts(self.number - kept, kept)
+        step = known.step(device)
 
         def skipped() -> float:
             return known.step_of_some(device, kept / self.number, parts, norms=self.norms, twice=twice)
@@ -110,19 +119,37 @@ class Samples:
             parts //= 2
         return Spent(kept, parts, step, skipped())
 
+    @property
+    def chooses(self) -> bool:
+        """Whether a mask chooses samples by the gradients that arrive."""
+        return any(mask.choose == "gradient" and mask.training and not is_zero(mask.p) for mask in self.masks)
+
+    def refuses(self) -> str:
+        """Why samples cannot be chosen by gradients, if so."""
+        if not self.chooses:
+            return ""
+        if self.segment.traced.draws & self.segment.steps.keys():
+            return "samples chosen by gradients run again, and cannot draw the same random numbers (dropout) once more"
+        if self.norms and self.all_first is None:
+            return "samples chosen by gradients, batch statistics and at_once do not go together"
+        return ""
+
     def _is_twice(self, device: torch.device) -> bool:
         """Whether kept samples run twice: with all others, and again with gradients."""
         return self.all_first is not None and device.type == "cpu"
 
-    def run(self, values: Sequence[Any], parts: int) -> tuple[list[Tensor], str]:
+    def run(self, values: Sequence[Any], parts: int, entries: Sequence[Entry]) -> tuple[list[Tensor], str]:
         """The exits' values with the masks behind them, and in words how they were computed."""
+        if self.chooses:
+            run = Run(self, entries_of_report=entries, parts_of_all=parts)
+            return self._later(run, values), "backward has not run yet"
         device = next(value.device for value in values if isinstance(value, Tensor))
         split = self._split(device)
         said = f"{len(split.kept)} of {self.number} samples ran with gradients"
         if self.norms:
             return self._together(values, split, parts), said
         if self.at_once is not None and len(split.kept) > self.at_once:
-            return self._again(values, split), f"{said}, at most {self.at_once} at once"
+            return self._later(Run(self, split), values), f"{said}, at most {self.at_once} at once"
         return self._apart(values, split, parts), said
 
     def _split(self, device: torch.device) -> Split:
@@ -134,22 +161,26 @@ class Samples:
             for mask in self.masks:
                 if mask not in drawn:
                     drawn[mask] = self._draw(mask, device)
-            dropped = functools.reduce(torch.logical_and, [weight == 0 for weight in drawn.values()])
             if not active:
                 every = torch.arange(self.number, device=device)
                 return Split(every, every[:0], [drawn[mask] for mask in self.masks], True)
-            order = dropped.to(torch.uint8).argsort(stable=True)
-            if fixed and len(drawn) == 1:
-                kept = round(self.number * (1 - float(active[0].p)))
-            else:
-                kept = cost.few_shapes(self.number - int(dropped.count_nonzero()), device)
-            # Some at least: with a mask over many processes, ours may have none, and parameters need their gradient.
-            # Two, because torch has calls that are wrong for one: batch_norm with running statistics, with some
-            # strides.
-            kept = min(self.number, max(2, kept))
+            split = self._split_by(drawn, fixed)
         if device.type == "cuda":
-            for each in (*drawn.values(), order):
+            for each in (*drawn.values(), split.kept):
                 each.record_stream(torch.cuda.current_stream(device))
+        return split
+
+    def _split_by(self, drawn: dict[Backdrop, Tensor], fixed: bool) -> Split:
+        """Those that any mask keeps; just as many as p says if they are fixed."""
+        dropped = functools.reduce(torch.logical_and, [weight == 0 for weight in drawn.values()])
+        order = dropped.to(torch.uint8).argsort(stable=True)
+        if fixed and len(drawn) == 1:
+            kept = round(self.number * (1 - float(self.masks[0].p)))
+        else:
+            kept = cost.few_shapes(self.number - int(dropped.count_nonzero()), dropped.device)
+        # Some at least: with a mask over many processes, ours may have none, and parameters need their gradient.
+        # Two, because torch has calls that are wrong for one: batch_norm with running statistics, with some strides.
+        kept = min(self.number, max(2, kept))
         index = order[:kept]
         return Split(index, order[kept:], [drawn[mask].index_select(0, index) for mask in self.masks])
 
@@ -226,9 +257,8 @@ class Samples:
                 self._place(merged, output, each)
         return _merge(outputs[0], merged, split)
 
-    def _again(self, values: Sequence[Any], split: Split) -> list[Tensor]:
-        """Nobody keeps gradients in the forward pass; the backward pass runs the kept ones again, part by part."""
-        run = Run(self, split)
+    def _later(self, run: Run, values: Sequence[Any]) -> list[Tensor]:
+        """Nobody keeps gradients in the forward pass; the backward pass runs samples again, part by part."""
         run.others = [None if isinstance(value, Tensor) else value for value in values]
         tensors = [value for value in values if isinstance(value, Tensor)]
         found: tuple[Tensor, ...] = _Again.apply(run, *tensors)  # type: ignore[no-untyped-call]
@@ -272,8 +302,8 @@ def _turns(x: Any) -> bool:
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and x.is_contiguous()
+        and bool(torch.backends.mkldnn.enabled)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and torch.backends.mkldnn.enabled  # type: ignore[attr-defined]
     )
 
 
@@ -323,26 +353,32 @@ class _Merge(torch.autograd.Function):
 
 @dataclass
 class Run:
-    """One forward and backward pass in parts."""
+    """A forward pass without gradients, and a backward pass in parts: of what is kept, or of what gradients choose."""
 
     samples: Samples
-    split: Split
+    split: Split | None = None  # None: chosen in the backward pass
+    entries_of_report: Sequence[Entry] = ()
+    parts_of_all: int = 1  # in which the forward pass runs where nothing is drawn yet
     others: list[Any] = field(default_factory=list)  # entries that are no tensors
     states: list[Any] = field(default_factory=list)  # of the random numbers, before each part of kept rows
     autocast: list[dict[str, Any]] = field(default_factory=list)
+    drawn: dict[Backdrop, Tensor] = field(default_factory=dict)  # by masks that do not choose, beside those that do
+    seen: Any = None  # batch statistics
 
     def entries(self, tensors: Sequence[Tensor]) -> list[Any]:
         given = iter(tensors)
         return [next(given) if other is None else other for other in self.others]
 
     def parts(self) -> list[tuple[Tensor, list[Tensor]]]:
-        at_once = self.samples.at_once
-        assert at_once is not None
+        assert self.split is not None
+        at_once = self.samples.at_once or max(1, len(self.split.kept))
         weights = [torch.split(weight, at_once) for weight in self.split.weights]
         return list(zip(torch.split(self.split.kept, at_once), map(list, zip(*weights, strict=True)), strict=True))
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         samples, values, merged = self.samples, self.entries(tensors), list[Tensor]()
+        if self.split is None:
+            return self._forward_all(values, tensors[0].device)
         for rows, _ in self.parts():
             self.states.append(_random_state(tensors[0].device))
             samples._place(merged, samples.program(samples._take(values, rows), len(rows)), rows)
@@ -351,16 +387,54 @@ class Run:
             samples._place(merged, outputs, rows)
         return merged
 
+    def _forward_all(self, values: list[Any], device: torch.device) -> list[Tensor]:
+        samples, merged = self.samples, list[Tensor]()
+        for mask in samples.masks:
+            if mask not in self.drawn and mask.choose == "uniform":
+                self.drawn[mask] = samples._draw(mask, device)
+        if samples.norms:
+            assert samples.all_first is not None
+            whole, self.seen = samples._without_gradients(samples.all_first, values)
+            return list(whole)
+        for rows in samples._parts(torch.arange(samples.number, device=device), self.parts_of_all):
+            outputs = samples._without_gradients(samples.lean, samples._take(values, rows), len(rows))
+            samples._place(merged, outputs, rows)
+        return merged
+
+    def _choose(self, grads: Sequence[Tensor | None]) -> Split:
+        """By the gradients that arrive at each mask, over all that it masks."""
+        samples, said, drawn = self.samples, list[str](), dict(self.drawn)
+        for mask in dict.fromkeys(samples.masks):
+            if mask in drawn:
+                continue
+            own = [grad for grad, by in zip(grads, samples.masks, strict=True) if by is mask and grad is not None]
+            if not own:  # nothing arrives
+                drawn[mask] = torch.zeros(samples.number, device=_device_of(grads), dtype=torch.float64)
+                continue
+            weight, effective = mask.choose_weight_and_count(*own)
+            drawn[mask] = weight.flatten().double()
+            said.append(f"{effective:.3g}")
+        fixed = len(drawn) == 1 and samples.masks[0].exact and not isinstance(samples.masks[0].p, Tensor)
+        split = samples._split_by(drawn, fixed)
+        text = f"{len(split.kept)} of {samples.number} samples ran with gradients"
+        for entry in self.entries_of_report:
+            entry.last = f"{text}, chosen by gradients worth {' and '.join(said)} equal ones"
+        return split
+
     def backward(
         self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         samples, device = self.samples, tensors[0].device
         result: list[Tensor | None] = [None] * len(tensors)
+        if all(grad is None for grad in grads):
+            return result
+        if self.split is None:
+            self.split = self._choose(grads)
         before = _random_state(device)
         demands = [d for d, other in zip(samples.rows, self.others, strict=True) if other is None]
         shared = [d is None or d.axes[0] is None for d in demands]
         try:
-            for (rows, weights), state in zip(self.parts(), self.states, strict=True):
+            for (rows, weights), state in itertools.zip_longest(self.parts(), self.states):
                 taken = samples._take(self.entries([t.detach() for t in tensors]), rows)
                 leaves = [value for value, other in zip(taken, self.others, strict=True) if other is None]
                 leaves = [
@@ -370,11 +444,16 @@ class Run:
                 del taken
                 for leaf, whole, known in zip(leaves, shared, result, strict=True):
                     leaf.grad = known if whole else None  # to which torch adds in place
-                _set_random_state(device, state)
+                if state is not None:
+                    _set_random_state(device, state)
                 with torch.enable_grad(), contextlib.ExitStack() as stack:
                     for settings in self.autocast:
                         stack.enter_context(torch.autocast(**settings))
-                    outputs = samples.program(self.entries(leaves), len(rows))
+                    if self.seen is not None:
+                        assert samples.kept_again is not None
+                        outputs = samples.kept_again(self.entries(leaves), len(rows), self.seen)
+                    else:
+                        outputs = samples.program(self.entries(leaves), len(rows))
                 pairs = [
                     (output, _weighted(grad.index_select(0, rows), weight))
                     for output, grad, weight in zip(outputs, grads, weights, strict=True)
@@ -402,6 +481,10 @@ class Run:
         finally:
             _set_random_state(device, before)
         return result
+
+
+def _device_of(grads: Sequence[Tensor | None]) -> torch.device:
+    return next(grad.device for grad in grads if grad is not None)
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
