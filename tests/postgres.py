@@ -33,13 +33,15 @@ def _user():
     pytest.skip("PostgreSQL does not run as root, and there is no user postgres or nobody")
 
 
-@pytest.fixture(scope="module")
-def server():
+@contextlib.contextmanager
+def running(folders=None):
     """The address of an empty server, without a database: postgresql://user:password@host:port."""
     programs, user = _programs(), _user()
     if programs is None:
         pytest.skip("no PostgreSQL server is installed")
     folder = tempfile.mkdtemp(prefix="backdrop-postgres-")
+    if folders is not None:
+        folders.append(folder)
     try:
         if user:
             os.chown(folder, user["user"], user["group"])
@@ -65,6 +67,12 @@ def server():
             run("pg_ctl", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as address:
+        yield address
 
 
 @pytest.fixture
