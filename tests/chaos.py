@@ -37,7 +37,7 @@ from tiny_task import FILE
 GRACE, BEAT = 1.0, 0.1  # seconds, of the processes here
 PATIENCE = 120.0  # until a process counts as hanging
 EPOCHS = 3
-LONGEST = 0.6  # seconds of CPU time until a process is killed that does not come to its point
+LONGEST = 0.4  # seconds of CPU time until a process is killed that does not come to its point
 POINTS = {"fsync": 12, "rename": 8, "unlink": 2, "claim": 6, "state": 4, "enqueue": 8}  # at the n-th time at most
 OF_STORAGE = {"journal": {"torn": 15}, "postgresql": {"commit": 25}}
 
@@ -119,20 +119,20 @@ class Victim:
             seconds = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
         if seconds > self.seconds:
             self.seconds, self.moved, idle = seconds, time.monotonic(), 0.0
-        return seconds > self.doom.delay or idle > 1.0
+        return seconds > self.doom.delay or idle > 3.0
 
     def meet(self):
         """Waits until its doom has come, or the process is over without."""
         self.at = self.doom.point or "any moment"
         while (state := self.state()) == "running" and not self.is_due():
-            self.process.join(0.005)
+            self.process.join(0.02)
         if state == "running":
             self.at = "any moment"
             self.send(self.doom.number)
         end = time.monotonic() + PATIENCE
         while (state := self.state()) == "running":
             assert time.monotonic() < end, f"{self} hangs"
-            self.process.join(0.005)
+            self.process.join(0.02)
         if state == "over":
             self.process.join(PATIENCE)
         doom = self.doom
@@ -174,7 +174,7 @@ def _command(args, output, doom, machine):
     with contextlib.suppress(ImportError):
         from backdrop.experiments.study import database
 
-        database.STALLED = GRACE
+        database.STALLED = 3 * GRACE
     if machine is not None:
         alive._machine = lambda: machine
     if doom is not None and doom.point is not None:
@@ -277,7 +277,7 @@ class Siege:
     def __init__(self, path, kind, database, seed, tally, size=4):
         self.path, self.kind, self.database, self.tally, self.size = path, kind, database, tally, size
         self.random = random.Random(f"{kind} {seed}")
-        self.seed, self.count, self.victims = seed, 0, []
+        self.seed, self.count, self.victims, self.begun = seed, 0, [], False
         self.points = POINTS | OF_STORAGE[kind]
 
     def home(self, machine):
@@ -311,7 +311,7 @@ class Siege:
             if self.random.random() < 0.04:
                 self.behead()
             else:
-                self.kill(self.random.choice([1, 1, 1, 2, 3]), survivors=self.random.random() < 0.02)
+                self.kill(self.random.choice([1, 1, 2, 3, 4]), survivors=self.random.random() < 0.02)
             if self.tally.kills == before and self.is_done():
                 break
         if self.random.random() < 0.5:
@@ -329,9 +329,9 @@ class Siege:
 
     def kill(self, many, survivors):
         """Commands that are killed, at once or one after the other, beside some that are not."""
-        there = self.count > 0 and self.has_begun()
+        self.begun = self.begun or (self.count > 0 and self.has_begun())
         doomed = [
-            self.start(doom=self.doom(), machine=self.machine(), joins=there and self.random.random() < 0.3)
+            self.start(doom=self.doom(), machine=self.machine(), joins=self.begun and self.random.random() < 0.3)
             for _ in range(many)
         ]
         rest = [self.start(machine=self.machine()) for _ in range(survivors)]
@@ -481,7 +481,7 @@ def main():
     parser.add_argument("--json", type=Path, help="where to write the counts")
     options = parser.parse_args()
     CONTEXT.set_forkserver_preload(["warmed"])
-    tally, begin, size = Tally(), time.monotonic(), 4
+    tally, begin, size = Tally(), time.monotonic(), 12
     with contextlib.ExitStack() as stack:
         root = Path(tempfile.mkdtemp(prefix="backdrop-chaos-"))
         server = None

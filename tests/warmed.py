@@ -11,12 +11,13 @@ import backdrop.experiments.commands
 import backdrop.experiments.report.tables
 import backdrop.experiments.study.crew
 from backdrop.cli import app
-from backdrop.experiments.study import runs  # noqa: F401
+from backdrop.experiments.study import plan, runs  # noqa: F401
 from backdrop.experiments.task import find_task
 from tiny_task import FILE
 
 find_task(FILE)
 fabric._load_external_callbacks = lambda group: []  # looks through all that is installed, for every trial
+plan._cores = lambda: 1  # threads that wait for each other burn most of the time on a machine that is busy
 
 with contextlib.suppress(ImportError):
     import psycopg  # noqa: F401

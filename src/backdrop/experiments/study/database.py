@@ -68,10 +68,10 @@ def open_database(given: str) -> Iterator[Opened]:
     patience = _Patience(place)
     engines: list[Engine] = []
     try:
-        engines.append(engine := sqlalchemy.create_engine(url, **patience.options(url)))
+        engines.append(engine := sqlalchemy.create_engine(url, **patience.options(url, stalled=0.0)))
         lock = functools.partial(_exclusive, engine)
         with lock():  # two processes that make the same tables are an error
-            backend = _Database(url, patience)
+            backend = patience.ask(lambda: _Database(url, patience))
         engines.append(backend.engine)
         yield backend, place, lock, patience.hurried.set
     except (StorageInternalError, SQLAlchemyError, ImportError) as error:
@@ -93,7 +93,6 @@ def open_database(given: str) -> Iterator[Opened]:
 def _exclusive(engine: Engine) -> Iterator[None]:
     end = time.monotonic() + alive.GRACE
     with engine.connect() as connection:  # the lock ends with the transaction, whatever ends that
-        connection.execute(sqlalchemy.text("set local idle_in_transaction_session_timeout = 0"))
         while not connection.execute(
             sqlalchemy.text("select pg_try_advisory_xact_lock(:lock)"), {"lock": ADVISORY}
         ).scalar():
@@ -119,8 +118,10 @@ class _Patience:
         self.failed = False  # the last attempt to connect
         self.random = random.Random()  # not the one that a task may have seeded
 
-    def options(self, url: URL) -> dict[str, Any]:
-        """For SQLAlchemy's engine."""
+    def options(self, url: URL, stalled: float | None = None) -> dict[str, Any]:
+        """For SQLAlchemy's engine; `stalled` seconds may pass between two statements of a change, or 0 for any."""
+        limits = {"statement_timeout": STALLED}
+        limits["idle_in_transaction_session_timeout"] = STALLED if stalled is None else stalled
         asked: dict[str, Any] = {"connect_timeout": CONNECT, "keepalives": 1, "keepalives_idle": 10}
         asked |= {"keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": round(ANSWER * 1000)}
         if url.get_driver_name() not in ("psycopg", "psycopg2"):
@@ -138,8 +139,7 @@ class _Patience:
             connection = connect(*args, **{**named, **limit})
             try:
                 with connection.cursor() as cursor:
-                    for name in ("statement_timeout", "idle_in_transaction_session_timeout"):
-                        cursor.execute(f"set {name} = {round(STALLED * 1000)}")
+                    cursor.execute("; ".join(f"set {name} = {round(1000 * s)}" for name, s in limits.items()))
                 connection.commit()
                 self.failed = False
             except BaseException:
