@@ -37,9 +37,9 @@ from tiny_task import FILE
 GRACE, BEAT = 1.0, 0.1  # seconds, of the processes here
 PATIENCE = 120.0  # until a process counts as hanging
 EPOCHS = 3
-LONGEST = 0.4  # seconds of CPU time until a process is killed that does not come to its point
-POINTS = {"fsync": 12, "rename": 8, "unlink": 2, "claim": 6, "state": 4, "enqueue": 8}  # at the n-th time at most
-OF_STORAGE = {"journal": {"torn": 15}, "postgresql": {"commit": 25}}
+LONGEST = 0.2  # seconds of CPU time until a process is killed that does not come to its point
+POINTS = {"fsync": 8, "rename": 4, "unlink": 2, "claim": 4, "state": 3, "enqueue": 3}  # at the n-th time at most
+OF_STORAGE = {"journal": {"torn": 8}, "postgresql": {"commit": 12}}
 
 
 @dataclass(frozen=True)
@@ -303,12 +303,12 @@ class Siege:
     def machine(self):
         return self.random.choice([None, None, "machine-2"])
 
-    def assail(self, kills):
+    def assail(self, kills, parents=True):
         """Begins the study, has so many processes killed, and sees that it gets finished all the same."""
         begun = self.tally.kills
         while self.tally.kills - begun < kills:
             before = self.tally.kills
-            if self.random.random() < 0.04:
+            if parents and self.random.random() < 0.04:
                 self.behead()
             else:
                 self.kill(self.random.choice([1, 1, 2, 3, 4]), survivors=self.random.random() < 0.02)
@@ -343,21 +343,22 @@ class Siege:
         for victim in rest:
             victim.wait()
 
-    def stop(self):
-        """A command that is stopped, and another that has to finish the study meanwhile."""
-        victim = self.start(doom=self.doom(signal.SIGSTOP), machine=self.machine())
+    def stop(self, doom=None, go_on=None):
+        """A command that is stopped, and another that has to finish the study meanwhile; whether it got so far."""
+        victim = self.start(doom=doom or self.doom(signal.SIGSTOP), machine=None if doom else self.machine())
         if not victim.meet():
-            return
+            return False
         self.tally.counts["stop"] += 1
         self.start().wait()
         assert self.is_done(), "a process that was stopped held up the others"
-        if self.random.random() < 0.5:
+        if self.random.random() < 0.5 if go_on is None else go_on:
             self.tally.counts["stop and go on"] += 1
             victim.send(signal.SIGCONT)
             victim.wait()
         else:
             self.tally.counts["kill of a stopped one"] += 1
             victim.end()
+        return True
 
     def behead(self):
         """A command with workers of its own, killed without them; they have to end by themselves."""
@@ -458,11 +459,11 @@ def quiet(path, size):
     return outcomes(siege.study()[0])
 
 
-def besiege(path, kind, database, seed, tally, undisturbed, *, kills, size=4):
+def besiege(path, kind, database, seed, tally, undisturbed, *, kills, size=4, parents=True):
     """One study, from its beginning to what is asserted of it."""
     siege = Siege(path, kind, database, seed, tally, size)
     try:
-        siege.assail(kills)
+        siege.assail(kills, parents)
         siege.check(undisturbed)
     except BaseException:
         print(f"study {seed} ({kind}) in {path}", file=sys.stderr)
@@ -475,7 +476,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first study; each one more")
-    parser.add_argument("--per-study", type=int, default=25, help="kills")
+    parser.add_argument("--per-study", type=int, default=40, help="kills")
     parser.add_argument("--storage", choices=["journal", "postgresql", "both"], default="both")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no study after so many")
     parser.add_argument("--json", type=Path, help="where to write the counts")

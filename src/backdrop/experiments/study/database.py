@@ -191,7 +191,7 @@ def _patiently(method: Callable[..., T]) -> Callable[..., T]:
 
 
 _ASKING = {name for name in vars(BaseStorage) if not name.startswith("_") and name in vars(RDBStorage)}
-_ASKING |= {name for name in vars(RDBStorage) if name in ("_create_new_trial", "_get_trials", "_set_trial_param")}
+_ASKING |= {"_create_new_trial", "_get_trials", "_set_trial_param", "_get_best_trial_id"}  # for Optuna's cache
 for _name in _ASKING - {"check_trial_is_updatable", "remove_session"}:
     setattr(_Database, _name, _patiently(getattr(RDBStorage, _name)))
 
