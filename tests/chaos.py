@@ -37,7 +37,9 @@ from tiny_task import FILE
 GRACE, BEAT = 1.0, 0.1  # seconds, of the processes here
 PATIENCE = 120.0  # until a process counts as hanging
 EPOCHS = 3
-LONGEST = 0.2  # seconds of CPU time until a process is killed that does not come to its point
+# Seconds of CPU time until a process is killed that does not come to its point.
+LONGEST = {"journal": 0.2, "postgresql": 0.4}
+AT_ONCE = {"journal": [1, 1, 2, 3, 4], "postgresql": [1, 4, 6, 8]}  # processes; those of a database mostly wait
 POINTS = {"fsync": 8, "rename": 4, "unlink": 2, "claim": 4, "state": 3, "enqueue": 3}  # at the n-th time at most
 OF_STORAGE = {"journal": {"torn": 8}, "postgresql": {"commit": 12}}
 
@@ -296,9 +298,9 @@ class Siege:
         """A moment or a point, at random."""
         pick = self.random
         if pick.random() < 0.2:
-            return Doom(number, delay=pick.uniform(0.0, LONGEST))
+            return Doom(number, delay=pick.uniform(0.0, LONGEST[self.kind]))
         point = pick.choice(sorted(self.points))
-        return Doom(number, point, pick.randint(1, self.points[point]), pick.random() < 0.5, LONGEST)
+        return Doom(number, point, pick.randint(1, self.points[point]), pick.random() < 0.5, LONGEST[self.kind])
 
     def machine(self):
         return self.random.choice([None, None, "machine-2"])
@@ -311,13 +313,13 @@ class Siege:
             if parents and self.random.random() < 0.04:
                 self.behead()
             else:
-                self.kill(self.random.choice([1, 1, 2, 3, 4]), survivors=self.random.random() < 0.02)
+                self.kill(self.random.choice(AT_ONCE[self.kind]), survivors=self.random.random() < 0.02)
             if self.tally.kills == before and self.is_done():
                 break
         if self.random.random() < 0.5:
             self.stop()
         for machine in (None, "machine-2"):
-            if self.home(machine).exists():
+            if machine is None or self.home(machine).exists():
                 self.start(machine=machine).wait()
         self.tally.studies += 1
 
@@ -481,7 +483,6 @@ def main():
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no study after so many")
     parser.add_argument("--json", type=Path, help="where to write the counts")
     options = parser.parse_args()
-    CONTEXT.set_forkserver_preload(["warmed"])
     tally, begin, size = Tally(), time.monotonic(), 12
     with contextlib.ExitStack() as stack:
         root = Path(tempfile.mkdtemp(prefix="backdrop-chaos-"))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -116,7 +116,7 @@ class Journal(JournalFileBackend):
                     _try_lock(file)
                     copied = _whole_lines(old, 0)
                     _append(file, copied)
-                    shutil.copymode(self._journal, fresh)
+                    _make_alike(fresh, os.fstat(old.fileno()))
                     fresh.replace(self._journal)
                     if late := _whole_lines(old, len(copied)):
                         _append(file, late)
@@ -185,6 +185,14 @@ def _append(file: IO[bytes], data: bytes) -> None:
     except BaseException:
         _repair(file)
         raise
+
+
+def _make_alike(path: Path, state: os.stat_result) -> None:
+    """Gives a file the permissions of another and, where that is allowed, its owner."""
+    path.chmod(stat.S_IMODE(state.st_mode))
+    if hasattr(os, "chown"):
+        with contextlib.suppress(OSError):
+            os.chown(path, state.st_uid, state.st_gid)
 
 
 def _whole_lines(file: IO[bytes], start: int) -> bytes:
