@@ -4,7 +4,6 @@ import faulthandler
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -39,25 +38,30 @@ def state(pid):
 # --- processes that were stopped
 
 
+def say_who(pipe):
+    pipe.send(identity())
+    pipe.recv()
+
+
 def test_a_process_that_was_stopped_is_neither_dead_nor_alive():
-    code = "import json, sys; from backdrop.experiments.study.alive import identity\n"
-    code += "print(json.dumps(identity()), flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        worker = json.loads(process.stdout.readline())
-        assert is_dead(worker) is False
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: state(process.pid) == "T")
-        assert is_dead(worker) is None
-        now = [0.0]
-        watch = Watch(clock=lambda: now[0])
-        for now[0], beat, lost in ((0, 1, False), (59, 1, False), (60, 2, False), (119, 2, False), (121, 2, True)):
-            assert watch.is_lost(0, worker, {"count": beat}) is lost
-        process.send_signal(signal.SIGCONT)
-        wait_until(lambda: state(process.pid) != "T")
-        assert watch.is_lost(0, worker, {"count": 2}) is False
-        process.kill()
-        process.wait()
-        assert is_dead(worker) is True
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=say_who, args=(theirs,))
+    process.start()
+    worker = ours.recv()
+    assert is_dead(worker) is False
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_until(lambda: state(process.pid) == "T")
+    assert is_dead(worker) is None
+    now = [0.0]
+    watch = Watch(clock=lambda: now[0])
+    for now[0], beat, lost in ((0, 1, False), (59, 1, False), (60, 2, False), (119, 2, False), (121, 2, True)):
+        assert watch.is_lost(0, worker, {"count": beat}) is lost
+    os.kill(process.pid, signal.SIGCONT)
+    wait_until(lambda: state(process.pid) != "T")
+    assert watch.is_lost(0, worker, {"count": 2}) is False
+    process.kill()
+    process.join(DEADLINE)
+    assert is_dead(worker) is True
 
 
 # --- the journal
@@ -160,12 +164,20 @@ def begun(tmp_path):
         yield found
 
 
+def _crash(home, number):
+    with remains.Faults(home):
+        signal.raise_signal(number)
+
+
 def crash(home, number, times=1):
     """Has processes crash that work at a trial; how they ended."""
-    code = "import signal, sys, pathlib; from backdrop.experiments.study.remains import Faults\n"
-    code += f"with Faults(pathlib.Path(sys.argv[1])): signal.raise_signal({int(number)})"
-    call = [sys.executable, "-c", code, str(home)]
-    return [subprocess.run(call, capture_output=True, check=False).returncode for _ in range(times)]
+    ended = []
+    for _ in range(times):
+        process = CONTEXT.Process(target=_crash, args=(home, number))
+        process.start()
+        process.join(DEADLINE)
+        ended.append(process.exitcode)
+    return ended
 
 
 def test_a_process_leaves_a_note_of_its_fault(tmp_path):

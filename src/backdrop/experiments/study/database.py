@@ -29,7 +29,15 @@ import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import URL, Engine, make_url
-from sqlalchemy.exc import ArgumentError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from backdrop.experiments.study import alive
@@ -70,8 +78,8 @@ def open_database(given: str) -> Iterator[Opened]:
     try:
         engines.append(engine := sqlalchemy.create_engine(url, **patience.options(url, stalled=0.0)))
         lock = functools.partial(_exclusive, engine)
-        with lock():  # two processes that make the same tables are an error
-            backend = patience.ask(lambda: _Database(url, patience))
+        with lock():
+            backend = _made(url, patience)
         engines.append(backend.engine)
         yield backend, place, lock, patience.hurried.set
     except (StorageInternalError, SQLAlchemyError, ImportError) as error:
@@ -180,6 +188,17 @@ class _Database(RDBStorage):
     def __init__(self, url: URL, patience: _Patience) -> None:
         self._patience = patience
         super().__init__(url.render_as_string(hide_password=False), engine_kwargs=patience.options(url))
+
+
+def _made(url: URL, patience: _Patience, more: int = 2) -> _Database:
+    """The storage, with its tables. Two processes that make them at once are an error, and the second time none."""
+    try:
+        return patience.ask(lambda: _Database(url, patience))
+    except (IntegrityError, ProgrammingError):
+        if not more:
+            raise
+        time.sleep(1.0)
+        return _made(url, patience, more - 1)
 
 
 def _patiently(method: Callable[..., T]) -> Callable[..., T]:
