@@ -475,7 +475,7 @@ def besiege(path, kind, database, seed, tally, undisturbed, *, kills, size=4, pa
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first study; each one more")
     parser.add_argument("--per-study", type=int, default=40, help="kills")
@@ -483,6 +483,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no study after so many")
     parser.add_argument("--json", type=Path, help="where to write the counts")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # which ends what was begun
     tally, begin, size = Tally(), time.monotonic(), 12
     with contextlib.ExitStack() as stack:
         root = Path(tempfile.mkdtemp(prefix="backdrop-chaos-"))
