@@ -279,7 +279,7 @@ class Siege:
     def __init__(self, path, kind, database, seed, tally, size=4):
         self.path, self.kind, self.database, self.tally, self.size = path, kind, database, tally, size
         self.random = random.Random(f"{kind} {seed}")
-        self.seed, self.count, self.victims, self.begun = seed, 0, [], False
+        self.seed, self.count, self.victims, self.begun, self.seeds = seed, 0, [], False, size
         self.points = POINTS | OF_STORAGE[kind]
 
     def home(self, machine):
@@ -287,7 +287,7 @@ class Siege:
         return self.path / (machine if machine and self.database else "runs")
 
     def start(self, *, doom=None, machine=None, joins=False, workers=1):
-        args = ["worker", "tiny-quick"] if joins else ["run", FILE, "--seeds", self.size]
+        args = ["worker", "tiny-quick"] if joins else ["run", FILE, "--seeds", self.seeds]
         args += ["--folder", self.home(machine), "--workers", workers]
         args += ["--storage", self.database] if self.database else []
         self.count += 1
@@ -307,7 +307,7 @@ class Siege:
 
     def assail(self, kills, parents=True):
         """Begins the study, has so many processes killed, and sees that it gets finished all the same."""
-        begun = self.tally.kills
+        begun, self.seeds = self.tally.kills, max(1, self.size - 2)
         while self.tally.kills - begun < kills:
             before = self.tally.kills
             if parents and self.random.random() < 0.04:
@@ -316,7 +316,8 @@ class Siege:
                 self.kill(self.random.choice(AT_ONCE[self.kind]), survivors=self.random.random() < 0.02)
             if self.tally.kills == before and self.is_done():
                 break
-        if self.random.random() < 0.5:
+        self.seeds = self.size  # it is extended
+        if self.random.random() < 0.8:
             self.stop()
         for machine in (None, "machine-2"):
             if machine is None or self.home(machine).exists():
