@@ -35,7 +35,7 @@ from spawned import CONTEXT
 from tiny_task import FILE
 
 GRACE, BEAT = 1.0, 0.1  # seconds, of the processes here
-PATIENCE = 120.0  # until a process counts as hanging
+PATIENCE = 900.0  # until a process counts as hanging
 EPOCHS = 3
 # Seconds of CPU time until a process is killed that does not come to its point.
 LONGEST = {"journal": 0.2, "postgresql": 0.4}
@@ -480,12 +480,13 @@ def main():
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first study; each one more")
     parser.add_argument("--per-study", type=int, default=40, help="kills")
+    parser.add_argument("--size", type=int, default=12, help="seeds of a study, each of which is two trials")
     parser.add_argument("--storage", choices=["journal", "postgresql", "both"], default="both")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no study after so many")
     parser.add_argument("--json", type=Path, help="where to write the counts")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # which ends what was begun
-    tally, begin, size = Tally(), time.monotonic(), 12
+    tally, begin, size = Tally(), time.monotonic(), options.size
     with contextlib.ExitStack() as stack:
         root = Path(tempfile.mkdtemp(prefix="backdrop-chaos-"))
         server = None
