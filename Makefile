@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench coverage notebooks dist oldest clean
+.PHONY: test demo lint docs bench chaos coverage notebooks dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -24,6 +24,10 @@ docs: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_all.py
+
+# Studies whose processes are killed a thousand times: an hour or two. The tests have a short form.
+chaos: $(VENV)/installed
+	$(BIN)/python tests/chaos.py --kills 1000
 
 # How much of models that others wrote is skipped: figures and a page.
 coverage: $(VENV)/coverage

@@ -33,8 +33,23 @@ def _user():
     pytest.skip("PostgreSQL does not run as root, and there is no user postgres or nobody")
 
 
-@pytest.fixture(scope="module")
-def server():
+class Server(str):
+    """The address of a server, which can be restarted and stopped."""
+
+    def restart(self):
+        self.run("pg_ctl", "-m", "immediate", "-w", "-t", "60", "-l", self.log, "-o", self.settings, "restart")
+
+    def send(self, number):
+        """Sends a signal to all of the server's processes, SIGSTOP for instance."""
+        (postmaster, *_) = Path(self.data, "postmaster.pid").read_text().splitlines()
+        children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+        for pid in (postmaster, *children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), number)
+
+
+@contextlib.contextmanager
+def running():
     """The address of an empty server, without a database: postgresql://user:password@host:port."""
     programs, user = _programs(), _user()
     if programs is None:
@@ -60,11 +75,19 @@ def server():
         settings = f"-p {port} -k {folder} -c listen_addresses=127.0.0.1 -c fsync=off"
         run("pg_ctl", "-w", "-t", "60", "-l", f"{folder}/server.log", "-o", settings, "start")
         try:
-            yield f"postgresql://tester:{PASSWORD}@127.0.0.1:{port}"
+            address = Server(f"postgresql://tester:{PASSWORD}@127.0.0.1:{port}")
+            address.data, address.log, address.settings, address.run = data, f"{folder}/server.log", settings, run
+            yield address
         finally:
             run("pg_ctl", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as address:
+        yield address
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 import time
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["backdrop.experiments.study.runs", "backdrop.experiments.commands", "optuna"])
+CONTEXT.set_forkserver_preload(["warmed"])
 DEADLINE = 120
 
 

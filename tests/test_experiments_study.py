@@ -183,7 +183,7 @@ def test_a_lock_ends_with_its_process(tmp_path):
 
 def _hold_lock(path, ready):
     kept = journal.Journal(path)
-    with path.open("rb+") as file, kept._locked(file):
+    with kept._locked():
         ready.set()
         CONTEXT.Event().wait()
 
@@ -368,22 +368,12 @@ def single(storage):
     return found
 
 
-def test_a_trial_that_kills_its_workers_fails(single, dead):
-    for attempt in range(4):
-        assert states(single) == ["waiting"], attempt
+def test_a_trial_that_loses_its_worker_often_is_given_back_each_time(single, dead):
+    for _ in range(20):
+        assert states(single) == ["waiting"]
         single.store(single.claim(dead), beat={"count": 1, "epoch": 1})
         single.tidy(Watch())
-    assert states(single) == ["failed"]
-    assert single.records()[0].reason == "its worker was lost 4 times before it got any further"
-    single.tidy(Watch())
-    assert single.claim(identity()) is None
-
-
-def test_a_trial_that_gets_further_each_time_is_not_given_up(single, dead):
-    for attempt in range(8):
-        single.store(single.claim(dead), beat={"count": 1, "epoch": attempt // 2})
-        single.tidy(Watch())
-        assert states(single) == ["waiting"]
+    assert reasons(single) == ["lost"] * 20 + [None]
 
 
 def test_a_finished_trial_is_never_changed(begun):

@@ -224,11 +224,11 @@ class _Training:
             state = self._state()
             if self._first:
                 checkpoint.save(self.folder / "checkpoint.pt", state)
-                checkpoint.write_log(self.folder / "log.jsonl", [self._told(row) for row in self.curve])
+                checkpoint.write_log(self.folder / "log.jsonl", [told(row, self.settings.epochs) for row in self.curve])
                 if writer:
                     writer.write(row)
             if on_epoch:
-                on_epoch(self._told(row))
+                on_epoch(told(row, self.settings.epochs))
         if self._first and self.options.keep_weights:
             checkpoint.save(self.folder / "weights.pt", {"key": self.task.key, "model": self.model.state_dict()})
         if writer:
@@ -331,10 +331,6 @@ class _Training:
             raise ValueError(f"evaluate has to give {self.task.metric!r}, but got {', '.join(metrics) or 'nothing'}")
         return {_column(name): float(value) for name, value in metrics.items()}
 
-    def _told(self, row: Mapping[str, float]) -> dict[str, Any]:
-        s = self.settings
-        return {**row, "epochs": s.epochs, "left": row["seconds"] / row["epoch"] * (s.epochs - row["epoch"])}
-
     def _state(self) -> dict[str, Any]:
         rng = [torch.get_rng_state()]
         if self.fabric.device.type == "cuda":
@@ -377,6 +373,11 @@ class _Training:
         if cuda and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(cuda[0], self.fabric.device)
         self.epoch, self.curve, self.seconds = state["epoch"], state["curve"], state["seconds"]
+
+
+def told(row: Mapping[str, float], epochs: int) -> dict[str, Any]:
+    """A row of the curve as others hear of it: with how many epochs there are, and about how many seconds are left."""
+    return {**row, "epochs": epochs, "left": row["seconds"] / row["epoch"] * (epochs - row["epoch"])}
 
 
 def _column(metric: str) -> str:

@@ -1,8 +1,9 @@
 """Whether the worker of a trial is alive.
 
 On the same machine the process says it: its number and when it was started, since numbers are used again. Of other
-machines, and where processes cannot be looked up, only signs of life are seen: a worker that gives no new one for
-`GRACE` seconds, by the clock of whoever waits for it, is taken for dead. Clocks are never compared.
+machines, where processes cannot be looked up, and of processes that were stopped (SIGSTOP, Ctrl-Z, a debugger), only
+signs of life are seen: a worker that gives no new one for `GRACE` seconds, by the clock of whoever waits for it, is
+taken for dead. Clocks are never compared.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ def identity() -> dict[str, Any]:
         "host": platform.node(),
         "machine": _machine(),
         "pid": pid,
-        "started": _started(pid),
+        "started": _process(pid)[0],
         "id": uuid.uuid4().hex,
     }
 
 
 def is_dead(worker: Mapping[str, Any]) -> bool | None:
-    """Whether this worker's process is gone; None if it cannot be seen from here."""
+    """Whether this worker's process is gone; None if it cannot be seen from here, or does not run for now."""
     here = _machine()
     if here is None or worker.get("machine") != here:
         return None
-    started = _started(worker["pid"])
+    started, stopped = _process(worker["pid"])
     if started is None:
         try:
             os.kill(worker["pid"], 0)
@@ -46,7 +47,9 @@ def is_dead(worker: Mapping[str, Any]) -> bool | None:
             return True
         except PermissionError:  # there, and hidden from us
             return None
-    return started != worker.get("started")
+    if started != worker.get("started"):
+        return True
+    return None if stopped else False
 
 
 def _machine() -> str | None:
@@ -58,13 +61,13 @@ def _machine() -> str | None:
         return None
 
 
-def _started(pid: int) -> str | None:
-    """When a process was started, if it is running: a zombie is not."""
+def _process(pid: int) -> tuple[str | None, bool]:
+    """When a process was started, None if there is none (a zombie is none), and whether it was stopped."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if state in "ZX" else rest[18]
+        return None, False
+    return (None if state in "ZX" else rest[18]), state in "Tt"
 
 
 class Watch:

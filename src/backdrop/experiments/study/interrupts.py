@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -18,8 +18,12 @@ class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt where that is allowed, and as soon as it is.
 
     An exception in the middle of a change to a storage would leave it half done. Who asks twice is heard at once.
+
+    Args:
+        hurry: is called when a signal comes, for what would keep the process waiting.
     """
 
+    hurry: Callable[[], object] = lambda: None
     heard: bool = False
     open: bool = False
     before: dict[int, Any] = field(default_factory=dict)
@@ -32,11 +36,12 @@ class Interrupts:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        if error is None and self.heard:
-            raise KeyboardInterrupt
+        if self.heard and (error is None or isinstance(error, Exception)):  # what goes wrong on the way out is no news
+            raise KeyboardInterrupt from error
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again, self.heard = self.heard, True
+        self.hurry()
         if self.open or again:
             raise KeyboardInterrupt
 

@@ -50,6 +50,8 @@ class PlainStudy:
     @classmethod
     def begin(cls, folder: Path, spec: Spec, points: Sequence[Mapping[str, Any]]) -> PlainStudy:
         """The study in this folder, made if it is not there."""
+        for left in folder.glob(f".{SPEC}.*.new"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         if (folder / SPEC).exists():
             check_extends(cls(folder).spec, folder.name, spec, points)
         else:
@@ -69,6 +71,8 @@ class PlainStudy:
             points: settings of each trial.
             fit: trains one, in a folder, and tells about each epoch.
         """
+        from backdrop.experiments.study import remains
+
         keys = {self.spec.key(point): point for point in points}
         done = {record.key for record in self.records()}
         self.here = {key: Record(key, "waiting", point) for key, point in keys.items() if key not in done}
@@ -78,10 +82,12 @@ class PlainStudy:
             def on_epoch(row: Mapping[str, Any], running: Record = running) -> None:
                 self.here[running.key] = dataclasses.replace(running, progress=row)
 
+            remains.clear(self.folder / key, key)
             try:
                 fit(record.settings, self.folder / key, on_epoch)
             except RuntimeError as error:  # diverged, out of memory: the other seeds may do better
                 self.here[key] = dataclasses.replace(record, state="failed", reason=str(error))
+        remains.sweep(self.folder, {record.key for record in self.records() if record.state == "complete"})
 
     def records(self) -> list[Record]:
         found = {}

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build
-from backdrop.experiments.study import live, lookup
+from backdrop.experiments.study import live, lookup, remains
 from backdrop.experiments.study import tune as search
+from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
 from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for, workers_for
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
@@ -85,7 +86,7 @@ def run(
         workers, stored = 1, PlainStudy(home).spec if (home / SPEC).exists() else None
         return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)))
     with _opened(place, home) as storage:
-        with storage.exclusive():
+        with storage.exclusive(), Interrupts(storage.hurry):
             stored = Study(storage, name).spec if name in studies(storage) else None
             spec, points = planned(*_skip(overrides, stored, spec, options))
             study = Study.begin(storage, name, spec)
@@ -116,7 +117,7 @@ def tune(
     name = place.called(spec)
     home = place.folder / name
     with _opened(place, home) as storage:
-        with storage.exclusive():
+        with storage.exclusive(), Interrupts(storage.hurry):
             study = Study.begin(storage, name, spec)
             search.add_slots(study, spec, trials)
             if retry:
@@ -198,9 +199,10 @@ def _work(
     study: Study, home: Path, options: Options, workers: int, *, task: str | None = None, wait: bool = True
 ) -> None:
     """Works on a study, here or with several processes, and shows it."""
+    remains.sweep(home, study.folders_done())
     if not study.is_unfinished():
         return
-    with live.Display(study, Console(stderr=True)) as display:
+    with live.Display(study, Console(stderr=True)) as display, _hurried_out(study):
         if workers == 1:
             work(study, home, options, task=task, wait=wait, on_progress=display.on_progress)
             return
@@ -209,9 +211,22 @@ def _work(
         orders: Mapping[str, Any] = {"task": task, "wait": wait, "count": workers, "say": display.say}
         with Crew(study.storage.given, study.name, home, options, **orders) as crew:
             ended = crew.wait()
+        if any(ended):  # they have waited for a storage that is away as long as it makes sense
+            study.storage.hurry()
+    remains.sweep(home, study.folders_done())
     if any(ended) and study.is_unfinished():
         killed = [f"worker {i} was ended by signal {-code}" for i, code in enumerate(ended) if code < 0]
         raise RuntimeError(f"{'; '.join([*killed, _counted(study)])}; run the same command again to go on")
+
+
+@contextlib.contextmanager
+def _hurried_out(study: Study) -> Iterator[None]:
+    """Whatever ends the work, what shows it does not wait for a storage that is away."""
+    try:
+        yield
+    except BaseException:
+        study.storage.hurry()
+        raise
 
 
 def _counted(study: Readable) -> str:

@@ -13,8 +13,9 @@ NOTE: why no trial is lost or run twice. A point of the study has a key; one Opt
    closed as "duplicate of N" by whoever claims them. Numbers are given in order, so who sees N sees all before it.
 6. A trial that failed for a reason of its own is not run again, unless someone asks for it (`retry`): the new trial
    knows the number of the failed one, and so is no duplicate of it.
-7. A key that was lost `STRIKES` times without getting further than before is failed for that reason: something in it
-   kills its workers.
+7. However often a trial loses its worker, it is given back: machines are preempted, processes killed. Only faults of
+   the process itself (a segmentation fault, say), of which it leaves a note in the trial's folder, are held against
+   the trial: see `remains`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Study", "studies"]
 
-STRIKES = 4
 LOST, INTERRUPTED, DUPLICATE = "lost", "interrupted", "duplicate of"
 CLAIM = "claim "  # begins the name under which a worker says that it wants a trial
 CURVE = 200  # rows of a curve that are stored
@@ -140,7 +140,7 @@ class Study:
         return count
 
     def tidy(self, watch: Watch) -> None:
-        """Gives back the trials of dead workers (rules 3 and 7), and enqueues what was given back (rule 4)."""
+        """Gives back the trials of dead workers (rule 3), and enqueues what was given back (rule 4)."""
         for attempts in self._attempts().values():
             for trial in attempts:
                 seen = trial.user_attrs
@@ -148,9 +148,7 @@ class Study:
                 if trial.state.name == "RUNNING" and watch.is_lost(
                     trial.number, seen.get("worker"), seen.get("beat"), claims
                 ):
-                    strikes = _strikes([*(other for other in attempts if _reason(other) == LOST), trial])
-                    often = f"its worker was lost {strikes} times before it got any further"
-                    self.close(trial.number, LOST if strikes < STRIKES else often)
+                    self.close(trial.number, LOST)
         for key, attempts in self._attempts().items():
             if _counting(attempts) is None:
                 self._enqueue_again(key, attempts[-1])
@@ -224,6 +222,10 @@ class Study:
                 found.append(self._record(key, trial))
         return found
 
+    def folders_done(self) -> set[str]:
+        """How the folders of trials are called with which nobody will go on."""
+        return {self.spec.key(record.settings) for record in self.records() if record.state in ("complete", "pruned")}
+
     def _record(self, key: str, trial: FrozenTrial) -> Record:
         seen, state = trial.user_attrs, STATES[trial.state.name]
         return Record(
@@ -276,16 +278,6 @@ def _counting(attempts: Attempts) -> FrozenTrial | None:
         if counts is None or trial.user_attrs.get("after", -1) >= counts.number:
             counts = trial
     return counts
-
-
-def _strikes(lost: Attempts) -> int:
-    """How many of these, at the end, got no further than one before them."""
-    best, strikes = -1, 0
-    for trial in lost:
-        epoch = (trial.user_attrs.get("beat") or {}).get("epoch", 0)
-        strikes = 1 if epoch > best else strikes + 1
-        best = max(best, epoch)
-    return strikes
 
 
 def _distribution(value: Any) -> BaseDistribution | None:

@@ -18,7 +18,7 @@ from backdrop.experiments.cache import CacheError
 from backdrop.experiments.fetch import DownloadError
 from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.settings import build
-from backdrop.experiments.study import alive
+from backdrop.experiments.study import alive, remains
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.storage import storage_errors
 from backdrop.experiments.study.study import INTERRUPTED, Study
@@ -99,7 +99,7 @@ def work(
     kind = study.spec.find_task(task)
     me, watch = alive.identity(), alive.Watch()
     options = replace(options, threads=study.spec.threads)
-    with advice_if_full(), Interrupts() as interrupts:
+    with advice_if_full(), Interrupts(study.storage.hurry) as interrupts:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             study.tidy(watch)
@@ -111,6 +111,7 @@ def work(
                 with interrupts.allowed():
                     time.sleep(POLL)
             else:
+                remains.sweep(folder, study.folders_done())
                 return
 
 
@@ -130,6 +131,7 @@ class _Attempt:
         self.interrupts, self.on_progress = interrupts, on_progress
         self.thread = threading.current_thread()
         self.key = ""
+        self.faults: remains.Faults | None = None
         self.trial: Trial | None = None
         self.rows: list[dict[str, Any]] = []
 
@@ -138,6 +140,7 @@ class _Attempt:
             self._train(make)
         except _Taken:
             self._log("taken by another worker")
+            self._clear()
         except BaseException:
             # What stops this worker stops no other: the trial goes back, unless not even that can be written.
             with contextlib.suppress(Exception):
@@ -152,20 +155,38 @@ class _Attempt:
             settings = self._settings()
             self.key = self.study.spec.key(settings)
             self._log("started", settings=settings)
+            self._clear()
             try:
-                with self.interrupts.allowed():
-                    outcome = fit(make(settings), self.folder / self.key, self.options, self._on_epoch)
+                with remains.Faults(self.folder / self.key) as self.faults:
+                    if reason := self.faults.verdict():
+                        self._fail(reason)
+                        return
+                    with self.interrupts.allowed():
+                        outcome = fit(make(settings), self.folder / self.key, self.options, self._on_epoch)
             except _Pruned:
                 self._prune()
                 return
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if self.interrupts.heard:  # torch.save makes an error of its own of what is raised within it
                     raise KeyboardInterrupt from error
-                if isinstance(error, (_Taken, *_elsewhere())) or is_full(error):
+                if isinstance(error, _Taken) or self._is_taken():
+                    raise _Taken from error
+                if isinstance(error, _elsewhere()) or is_full(error):
                     raise
                 self._fail(str(error) if isinstance(error, Diverged) else f"{type(error).__name__}: {error}")
                 return
         self._complete(asdict(outcome))
+        self._clear()
+
+    def _is_taken(self) -> bool:
+        """Whether somebody else has closed the trial; then what goes wrong in its folder is of no concern."""
+        with contextlib.suppress(*_elsewhere()):
+            return self.study.trial(self.number).state.name != "RUNNING"
+        return False
+
+    def _clear(self) -> None:
+        if self.key:
+            remains.clear(self.folder / self.key, self.key)
 
     def _settings(self) -> dict[str, Any]:
         if self.study.spec.kind == "grid":
@@ -188,6 +209,8 @@ class _Attempt:
 
     def _note(self, row: Mapping[str, Any]) -> None:
         column = self.study.spec.column
+        if self.faults:
+            self.faults.forgive()
         self.rows.append({name: value for name, value in row.items() if name not in ("epochs", "left")})
         self.on_progress(self.key, row)
         self.beat.tell({name: row[name] for name in ("epoch", "epochs", "loss", column, "left") if name in row})
