@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -78,6 +79,52 @@ class Traced:
 
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(self.values.get(node), Tensor)
+
+    def draw_ahead(self, node: fx.Node) -> bool:
+        """Split a dropout that draws: which cells it keeps becomes a value of its own, drawn where the dropout stands,
+        so that the rest can be computed a second time. Whether it could be split."""
+        if node.op != "call_function" or node.target not in DROPOUTS:
+            return False
+        source, p = _first(node), node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        x, dimensions = self.values.get(source), DROPOUTS[node.target]
+        if not isinstance(x, Tensor) or not isinstance(p, (int, float)) or not 0 < p < 1:
+            return False
+        shape, stride = list(x.shape), list(x.stride())
+        if dimensions:  # whole channels
+            if x.ndim not in dimensions:
+                return False
+            shape = [*x.shape[:2], *[1] * (x.ndim - 2)]
+            stride = list(torch.empty(shape, device="meta").stride())
+        with self.graph.inserting_before(node):
+            kept = self.graph.call_function(_kept, (shape, stride, x.dtype, x.device, p))
+        kept.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        self.values[kept] = torch.empty(shape, dtype=torch.bool, device="meta")
+        self.costs[kept], self.contexts[kept], self.storages[kept] = self.costs[node], self.contexts[node], set()
+        self.draws ^= {kept, node}
+        self.in_place.pop(node, None)
+        scale = float(torch.ones((), dtype=x.dtype).div_(1 - p))  # rounded as in dropout itself
+        node.target, node.args, node.kwargs = drop, (source, kept, scale), {}
+        return True
+
+
+def _kept(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, p: float) -> Tensor:
+    """The cells that dropout of such a tensor keeps, from the random numbers that it would draw."""
+    return F.dropout(torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1.0), p) != 0
+
+
+def drop(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """Dropout, by cells that are known."""
+    return (x * kept) * scale
+
+
+DROPOUTS: dict[Any, tuple[int, ...]] = {  # with how many axes they drop whole channels of samples
+    F.dropout: (),
+    torch.dropout: (),
+    F.dropout1d: (3,),
+    F.dropout2d: (3, 4),
+    F.dropout3d: (5,),
+    torch.feature_dropout: (3, 4, 5),
+}
 
 
 def name_of(node: fx.Node) -> str:
@@ -245,9 +292,19 @@ def _context(node: fx.Node, context: list[Any]) -> bool:
     elif name.startswith("_exit_"):
         opened = node.all_input_nodes
         context[:] = [mode for mode in context if mode not in opened]
-    else:
+    elif not _changes_nothing(node, context):
         context.append(node)
     return True
+
+
+def _changes_nothing(node: fx.Node, context: list[Any]) -> bool:
+    """`autocast(enabled=False)` where none is on: captures are made anew when that changes outside."""
+    if getattr(node.target, "__name__", "") != "_enter_autocast" or len(node.args) < 3 or node.args[2] is not False:
+        return False
+    opened = (mode for mode in context if isinstance(mode, fx.Node))
+    return not any(mode.args[:1] == node.args[:1] for mode in opened) and not torch.is_autocast_enabled(
+        str(node.args[0])
+    )
 
 
 def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
