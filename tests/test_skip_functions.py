@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backdrop import Backdrop, Backdrop2d, Backdrop3d
+from backdrop import Backdrop, Backdrop2d
 from skipping import captures, check
 
 pytestmark = captures
@@ -101,6 +101,8 @@ FUNCTIONS = [
     ("softmax along a masked axis", lambda x: x.softmax(2), "mixes positions", ALL),
     ("softmax over samples", lambda x: x.softmax(0), "mixes samples", "mixes samples"),
     ("dropout", lambda x: F.dropout(x, 0.5), ALL, None),
+    ("noise", lambda x: x + torch.randn_like(x) * 0.1, ALL, None),
+    ("noise between", lambda x: x.lerp(x.sin(), torch.rand_like(x[:, :1])), ALL, None),
     ("dropout of channels", lambda x: F.dropout2d(x, 0.5), ALL, None),
     ("roll of channels", lambda x: x.roll(1, 1), ALL, ALL),
     ("roll", lambda x: x.roll(1, 2), "mixes positions", ALL),
@@ -184,3 +186,158 @@ def test_positions(function, ends):
 )
 def test_samples(function, ends):
     run(function, Backdrop(0.5, exact=True, generator=torch.Generator()), ends)
+
+
+class Heads(nn.Module):
+    """Attention with two heads: queries, keys and values of layers of their own, or of one."""
+
+    def __init__(self, attend, fused=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attend, self.fused = attend, fused
+        if fused:
+            self.qkv = nn.Linear(8, 24)
+        else:
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.out, self.wide, self.narrow = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in parts)
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.wide(F.layer_norm(x, (8,)))))
+
+
+class Tokens(nn.Module):
+    def __init__(self, block, mask):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.first, self.block, self.mask = nn.Embedding(9, 8), nn.Linear(8, 8), block, mask
+
+    def forward(self, words):
+        return self.mask(self.block(self.first(self.words(words))))
+
+
+def written_out(q, k, v, hidden=None):
+    scores = q @ k.transpose(-2, -1) / 2
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def bmm(q, k, v):
+    scores = torch.baddbmm(q.new_zeros(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=0.5)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).unflatten(0, (-1, 2))
+
+
+def by_einsum(q, k, v):
+    return torch.einsum("...qk,...kd->...qd", torch.einsum("nhqd,nhkd->nhqk", q, k).softmax(-1), v)
+
+
+FUTURE = torch.ones(11, 11, dtype=torch.bool).triu(1)
+SHORT = torch.rand(5, 1, 1, 11, generator=FIXED) < 0.3
+SHORT[..., 0] = False  # everybody sees something
+BIAS = torch.randn(2, 11, 11, generator=FIXED).double()
+ATTENTION = {
+    "function": F.scaled_dot_product_attention,
+    "function, causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "function, what is seen": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=~FUTURE),
+    "function, short texts": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ~SHORT),
+    "function, bias": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, BIAS, scale=0.3),
+    "written out": written_out,
+    "written out, causal": lambda q, k, v: written_out(q, k, v, FUTURE),
+    "written out, short texts": lambda q, k, v: written_out(q, k, v, SHORT),
+    "einsum": by_einsum,
+}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["three layers", "one layer"])
+@pytest.mark.parametrize("attend", ATTENTION.values(), ids=list(ATTENTION))
+def test_the_side_of_the_queries_before_a_mask_of_tokens(attend, fused):
+    """What lies behind it too; keys, values and what lies below are dense, and the report says so."""
+    model = Tokens(Heads(attend, fused), Backdrop(0.7, (0, 1), generator=torch.Generator())).double()
+    fast = check(model, torch.randint(9, (5, 11), generator=torch.Generator().manual_seed(0)))
+    (entry,) = fast.skip_report
+    assert {"block.out", "block.wide", "block.narrow"} <= set(entry.skipped)
+    assert ("block.q" in entry.skipped) == (not fused)
+    assert not {"block.k", "block.v", "block.qkv", "first"} & set(entry.skipped)
+    reasons = dict(entry.kept)
+    assert any("reads all positions" in reason for reason in reasons.values()), reasons
+    assert "first" in reasons
+    assert 5 / 16 < entry.share < 1
+    assert entry.last.endswith("of 55 units were computed again")
+
+
+@pytest.mark.parametrize("attend", [*ATTENTION.values(), bmm], ids=[*ATTENTION, "bmm"])
+def test_attention_under_a_mask_of_samples(attend):
+    model = Tokens(Heads(attend), Backdrop(0.5, exact=True, generator=torch.Generator())).double()
+    (entry,) = check(model, torch.randint(9, (5, 11), generator=torch.Generator().manual_seed(0))).skip_report
+    assert entry.share == 1, entry.kept
+
+
+class Returns(nn.Module):
+    """Of what a layer returns, one part."""
+
+    def __init__(self, layer, part):
+        super().__init__()
+        self.layer, self.part = layer, part
+
+    def forward(self, x):
+        return self.part(self.layer, x)
+
+
+ENCODER = {"dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+LAYERS = {
+    "nn.MultiheadAttention": Returns(nn.MultiheadAttention(8, 2, batch_first=True), lambda f, x: f(x, x, x)[0]),
+    "without weights": Returns(
+        nn.MultiheadAttention(8, 2, batch_first=True), lambda f, x: f(x, x.sin(), x, need_weights=False)[0]
+    ),
+    "sequence first": Returns(nn.MultiheadAttention(8, 2), lambda f, x: f(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1)),
+    "weights": Returns(nn.MultiheadAttention(8, 2, batch_first=True), lambda f, x: f(x, x, x)[1]),
+    "masks": Returns(
+        nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda f, x: f(x, x, x, key_padding_mask=SHORT[:, 0, 0], attn_mask=FUTURE)[0],
+    ),
+    "nn.TransformerEncoderLayer": nn.TransformerEncoderLayer(8, 2, **ENCODER),
+    "norm first": nn.TransformerEncoderLayer(8, 2, norm_first=True, activation="gelu", **ENCODER),
+    "nn.TransformerEncoder": nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, **ENCODER), 2, enable_nested_tensor=False
+    ),
+    "nn.TransformerDecoderLayer": Returns(nn.TransformerDecoderLayer(8, 2, **ENCODER), lambda f, x: f(x, x.sin())),
+    "nn.LSTM": Returns(nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True), lambda f, x: f(x)[0]),
+    "sequence first, last states": Returns(nn.LSTM(8, 6, 2), lambda f, x: torch.cat(f(x.transpose(0, 1))[1], -1)[-1]),
+    "last states": Returns(nn.LSTM(8, 6, batch_first=True, proj_size=3), lambda f, x: f(x)[1][0][-1]),
+    "states and outputs": Returns(nn.GRU(8, 6, batch_first=True), lambda f, x: f(x)[0] + f(x.sin())[1].transpose(0, 1)),
+    "given states": Returns(nn.GRU(8, 8), lambda f, x: f(x.transpose(0, 1), x.transpose(0, 1)[:1].contiguous())[0][-1]),
+    "nn.RNN over rows": Returns(
+        nn.RNN(2, 3, batch_first=True), lambda f, x: f(x.unflatten(2, (4, 2)).flatten(0, 1))[0].unflatten(0, (5, -1))
+    ),
+    "nn.GRUCell": Returns(nn.GRUCell(8, 8), lambda f, x: f(x[:, 0], x[:, 1])),
+    "nn.LSTMCell": Returns(nn.LSTMCell(8, 8), lambda f, x: f(x[:, 0], (x[:, 1], x[:, 2]))[1]),
+    "nn.Bilinear": Returns(nn.Bilinear(8, 8, 3), lambda f, x: f(x, x.tanh())),
+    "nn.Embedding": Returns(nn.Embedding(5, 8), lambda f, x: f((x[..., 0] * 3).round().long() % 5) + x),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_under_a_mask_of_samples(name):
+    model = Tokens(LAYERS[name], Backdrop(0.5, exact=True, generator=torch.Generator())).double()
+    (entry,) = check(model, torch.randint(9, (5, 11), generator=torch.Generator().manual_seed(0))).skip_report
+    assert entry.share == 1, entry.kept
+    assert not entry.kept
+
+
+def test_a_layer_over_the_batch_is_no_layer_over_samples():
+    """Samples in place of time."""
+    model = Tokens(Returns(nn.LSTM(8, 8), lambda f, x: f(x)[0]), Backdrop(0.5, exact=True)).double()
+    (entry,) = check(model, torch.randint(9, (5, 11))).skip_report
+    assert entry.kept == [("block.layer", "it mixes samples")]
+
+
+def test_packed_sequences_are_left_alone():
+    def packed(layer, x):
+        lengths = torch.tensor([11, 9, 9, 4, 2])
+        return layer(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1][-1]
+
+    model = Tokens(Returns(nn.GRU(8, 8, batch_first=True), packed), Backdrop(0.5, exact=True)).double()
+    check(model, torch.randint(9, (5, 11)))

@@ -336,7 +336,13 @@ def _unbind(call: Call) -> Step:
 def _getitem(call: Call) -> Step:
     source = call.source
     if source in call.tuples:
-        axes = _result_of_recurrent(call) if source.target in RECURRENT else call.axes
+        axes = call.axes
+        if source.target in RECURRENT:
+            axes = _result_of_recurrent(call)
+        elif source.target is F.multi_head_attention_forward and call.node.args[1] in (1, -1):
+            if axes != (0,):
+                raise UnsupportedError("its weights have samples first")
+            axes = (1,)
         return Step({source: Tap(axes, inner=call.inner)}, inner=call.inner)
     index = call.node.args[1]
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
@@ -544,8 +550,7 @@ def _attention(call: Call) -> Step:
     tokens = call.ndim - 2 in call.axes
     if call.axes[0] >= call.ndim - 2:
         raise UnsupportedError("it mixes samples")
-    if tokens and given.get("is_causal"):
-        raise UnsupportedError("what is_causal=True hides depends on the position")
+    causal = tokens and bool(given.get("is_causal"))
     if call.again and given.get("dropout_p"):
         raise UnsupportedError("dropout would draw new numbers when windows are computed again; set it to 0")
     inputs: dict[fx.Node, Tap] = {}
@@ -560,11 +565,28 @@ def _attention(call: Call) -> Step:
             at = back + len(shape)
             broadcast = at < 0 or (shape[at] == 1 and call.shape[axis] != 1)
             axes.append(None if broadcast or (back == -2 and name in ("key", "value")) else at)
-        tap = Tap(tuple(axes), inner=call.inner)
+        tap = Tap(tuple(axes), inner=call.inner, broadcast=name == "attn_mask")
         if source in inputs and inputs[source] != tap:
             raise UnsupportedError("queries and keys are the same value")
         inputs[source] = tap
-    return Step(inputs, inner=call.inner, repeats=True)
+    return Step(inputs, _causal(call, names) if causal else None, inner=call.inner, repeats=True)
+
+
+def _causal(call: Call, names: Sequence[str]) -> Callable[..., Any]:
+    """What is hidden from a token depends on where it stands."""
+    along = call.axes[1:].index(call.ndim - 2)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        given = named(args, kwargs, names) | {"is_causal": False}
+        keys = torch.arange(given["key"].shape[-2], device=given["key"].device)
+        at = where.positions()[along].clamp(min=0)  # what lies outside the map may hold anything but NaN
+        shape = [1] * call.ndim
+        shape[call.axes[0]], shape[-2] = at.shape
+        given["attn_mask"] = at.reshape(shape) >= keys
+        attended: Tensor = F.scaled_dot_product_attention(**given)
+        return attended
+
+    return run
 
 
 def _multi_head_attention(call: Call) -> Step:

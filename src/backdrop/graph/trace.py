@@ -231,7 +231,7 @@ class _Pass:
         except Exception as error:
             raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
         self.values[node], self.costs[node] = value, self.meter.cost
-        if self.meter.draws:
+        if self.meter.draws and not _is_without_dropout(node):
             self.draws.add(node)
         changed = {id(leaf) for leaf, version in before if leaf._version != version}
         changed |= {id(leaf) for leaf in _running_statistics(node, args, kwargs)}
@@ -244,6 +244,14 @@ class _Pass:
         value = self.values.get(node)
         self.alive.append(value)
         self.storages[node] = {leaf.untyped_storage()._cdata for leaf in _tensors(value)}
+
+
+def _is_without_dropout(node: fx.Node) -> bool:
+    """Attention in one call, whose kernels count as drawing numbers even where they have none to draw."""
+    if getattr(node.target, "__name__", "") != "scaled_dot_product_attention":
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropout, (int, float)) and dropout == 0
 
 
 def _stand_in(mode: Any, real: Tensor) -> Tensor:
@@ -493,6 +501,10 @@ def _out_of_place(node: fx.Node) -> Called | None:
 
 def _without_source(copy: fx.Node, value: Any) -> None:
     """`x.new_empty(size)` takes nothing from x but its kind, which is known: so nothing has to wait for x."""
+    if copy.target in LIKE and isinstance(value, Tensor) and value.is_contiguous() and len(copy.args) == 1:
+        copy.kwargs = {"dtype": value.dtype, "device": value.device, **copy.kwargs}
+        copy.target, copy.args = LIKE[copy.target], (tuple(value.shape),)
+        return
     function = NEW.get(str(copy.target)) if copy.op == "call_method" else None
     if copy.op == "call_method" and copy.target in ("to", "type_as") and isinstance(value, Tensor):
         if len(copy.args) > 1 and isinstance(copy.args[1], fx.Node):  # another tensor, for its kind alone
@@ -513,6 +525,7 @@ NEW: dict[str, Any] = {
     "new_ones": torch.ones,
     "new_full": torch.full,
 }
+LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 NO_COUNTERPART = (
     *("zero", "fill", "copy", "set", "resize", "normal", "uniform", "random", "exponential", "geometric", "cauchy"),
     *("log_normal", "bernoulli", "requires_grad", "detach", "swapaxes", "swapdims", "t", "transpose", "squeeze"),

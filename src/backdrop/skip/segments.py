@@ -263,7 +263,7 @@ class _Walk:
         for source, tap in list(step.inputs.items()):
             if None not in tap.axes or all(axis is None for axis in tap.axes[1:]):
                 continue
-            if not step.broadcasts:
+            if not step.broadcasts and not tap.broadcast:
                 raise UnsupportedError("it mixes positions along a masked axis")
             shape, before = traced.shape(node), traced.shape(source)
             more = len(shape) - len(before)
