@@ -418,8 +418,9 @@ def segmentation_entries():
     library = "segmentation-models-pytorch"
     yield images("U-Net, ResNet-18", library, of("Unet", "resnet18"), "decoder.blocks.4")
     yield images("U-Net, MobileNetV2", library, of("Unet", "mobilenet_v2"), "decoder.blocks.4")
-    yield images("FPN, ResNet-18", library, of("FPN", "resnet18"), "decoder.merge", norm="group")
-    # As for larger images the windows of the usual rates would be a hundred times as large as these.
+    fpn = of("FPN", "resnet18", encoder_depth=4)
+    yield images("FPN, ResNet-18", library, fpn, "decoder.merge", size=64, norm="group")
+    # With the usual rates windows would be a hundred times as large as these small images.
     deeplab = of("DeepLabV3Plus", "resnet18", decoder_atrous_rates=(1, 2, 3))
     yield images("DeepLabV3+, ResNet-18", library, deeplab, "decoder.block2", batch=2, **POOLED)
 

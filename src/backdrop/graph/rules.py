@@ -625,7 +625,8 @@ def _recurrent(call: Call) -> Step:
         raise UnsupportedError(CARRIES)
     if len(call.node.args) != 9 or not isinstance(call.node.args[2], (list, tuple)):
         raise UnsupportedError("its sequences are packed")
-    before, states, weights = call.node.args[:3]
+    arguments: Any = call.node.args
+    before, states, weights = arguments[:3]
     samples = _axis_of_sequences(call.node)
     if call.axes != (samples,):
         raise UnsupportedError("it mixes samples")
