@@ -336,14 +336,7 @@ def _unbind(call: Call) -> Step:
 def _getitem(call: Call) -> Step:
     source = call.source
     if source in call.tuples:
-        axes = call.axes
-        if source.target in RECURRENT:
-            axes = _result_of_recurrent(call)
-        elif source.target is F.multi_head_attention_forward and call.node.args[1] in (1, -1):
-            if axes != (0,):
-                raise UnsupportedError("its weights have samples first")
-            axes = (1,)
-        return Step({source: Tap(axes, inner=call.inner)}, inner=call.inner)
+        return Step({source: Tap(_of_several(call), inner=call.inner)}, inner=call.inner)
     index = call.node.args[1]
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     if any(isinstance(part, (fx.Node, list, bool)) or part is True for part in parts):
@@ -527,7 +520,7 @@ def _compared(position: int, default: int) -> Callable[[Call], Step]:
         first, second = call.source, call.argument(1, "x2")
         if not isinstance(second, fx.Node):
             raise UnsupportedError("it compares with something that is no tensor")
-        both = tuple(torch.broadcast_shapes(call.shapes[first], call.shapes[second]))
+        both = tuple(torch.broadcast_shapes(call.shapes[first], call.shapes[second]))  # type: ignore[no-untyped-call]
         dim %= len(both)
         if len(both) == call.ndim:
             call.refuse_along(dim)
@@ -620,7 +613,7 @@ CARRIES = "it carries a state from position to position"
 def _recurrent(call: Call) -> Step:
     """Layers over whole sequences: results are the states of the last layer, and one or two last states of all layers.
 
-    Followed axes are those of the first result; see `_result_of_recurrent` for the others."""
+    Followed axes are those of the first result; see `_of_several` for the others."""
     if call.reading or len(call.axes) > 1:
         raise UnsupportedError(CARRIES)
     if len(call.node.args) != 9 or not isinstance(call.node.args[2], (list, tuple)):
@@ -646,16 +639,19 @@ def _axis_of_sequences(node: fx.Node) -> int:
     return 0 if node.args[8] else 1
 
 
-def _result_of_recurrent(call: Call) -> Axes:
-    """The followed axes in the first result, from those in the one that is taken: last states have layers first."""
+def _of_several(call: Call) -> Axes:
+    """The followed axes in the first of several results, from those in the one that is taken."""
     source, index = call.source, call.node.args[1]
+    weights = source.target is F.multi_head_attention_forward
+    if not weights and source.target not in RECURRENT:
+        return call.axes
     if not isinstance(index, int):
         raise UnsupportedError("it takes several of the results")
     if index in (0, -3 if source.target is torch.lstm else -2):
         return call.axes
-    if call.axes != (1,):
+    if call.axes != ((0,) if weights else (1,)):  # weights of attention have samples first, last states have layers
         raise UnsupportedError("it mixes samples")
-    return (_axis_of_sequences(source),)
+    return (1,) if weights else (_axis_of_sequences(source),)
 
 
 def _recurrent_cell(call: Call) -> Step:
