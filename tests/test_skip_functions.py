@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backdrop import Backdrop, Backdrop2d
-from skipping import captures, check
+from backdrop import Backdrop, Backdrop2d, skip_blocked
+from skipping import captures, check, step
 
 pytestmark = captures
 N, C, H, W = 4, 4, 6, 8
@@ -24,7 +24,7 @@ KERNEL, KERNEL_1D, MATRIX, PLANE, ROW = (
     *(fixed(C, C, 3, 3), fixed(C, C, 3), fixed(C, C), fixed(H, W)),
     torch.tensor([2, 0, 1]),
 )
-CUBE = fixed(C, C, C)
+CUBE, ROWS = fixed(C, C, C), fixed(1, C, H, 1)
 GRID = fixed(N, H, W, 2).tanh()
 
 
@@ -38,6 +38,19 @@ def heads(x):
 
 def maps(y):
     return y.mT.unflatten(2, (H, W))
+
+
+HIDDEN = torch.zeros(4, 12, 12, dtype=torch.float64)
+HIDDEN[2:, :6, 6:] = -100.0
+
+
+def windows(x, hidden=HIDDEN):
+    """Attention within windows of 3 x 4 cells, which lie along the axis of samples."""
+    n, c, h, w = x.shape
+    y = x.view(n, c, h // 3, 3, w // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 12, c)
+    scores = (y @ y.mT).view(n, -1, 12, 12) + hidden
+    y = scores.view(-1, 12, 12).softmax(-1) @ y
+    return y.view(n, h // 3, w // 4, 3, 4, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
 
 
 # What it is, what it does to a map (4, 4, 6, 8), why positions are not skipped, and why samples are not.
@@ -101,6 +114,10 @@ FUNCTIONS = [
     ("softmax along a masked axis", lambda x: x.softmax(2), "mixes positions", ALL),
     ("softmax over samples", lambda x: x.softmax(0), "mixes samples", "mixes samples"),
     ("dropout", lambda x: F.dropout(x, 0.5), ALL, None),
+    ("windows", windows, "reshapes", ALL),
+    ("shifted windows", lambda x: windows(x.roll((-1, -2), (2, 3))).roll((1, 2), (2, 3)), "mixes positions", ALL),
+    ("paths left out", lambda x: x + x.sin() * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.8).div_(0.8), ALL, None),
+    ("repeat of a table", lambda x: x + ROWS.repeat(len(x), 1, 1, 1), ALL, ALL),
     ("noise", lambda x: x + torch.randn_like(x) * 0.1, ALL, None),
     ("noise between", lambda x: x.lerp(x.sin(), torch.rand_like(x[:, :1])), ALL, None),
     ("dropout of channels", lambda x: F.dropout2d(x, 0.5), ALL, None),
@@ -341,3 +358,51 @@ def test_packed_sequences_are_left_alone():
 
     model = Tokens(Returns(nn.GRU(8, 8, batch_first=True), packed), Backdrop(0.5, exact=True)).double()
     check(model, torch.randint(9, (5, 11)))
+
+
+class Tabled(nn.Module):
+    """A bias that is made of weights alone, as relative positions are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.bias = nn.Buffer(fixed(W, 2)), nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.first, self.mask = nn.Conv2d(C, C, 3, padding=1), Backdrop(0.5, exact=True)
+
+    def forward(self, x):
+        return self.mask(self.first(x) + self.bias(self.table)[:, 0].sigmoid())
+
+
+def test_what_is_made_of_weights_alone_does_not_count():
+    """No sample is blocked there."""
+    (entry,) = check(Tabled().double(), fixed(N, C, H, W)).skip_report
+    assert entry.share == 1
+    assert "bias.0" not in entry.skipped
+
+
+def without_autocast(x):
+    with torch.autocast("cpu", enabled=False):
+        return x.double().sin().to(x.dtype)
+
+
+def test_an_autocast_that_is_off_inside_and_outside():
+    run(without_autocast, Backdrop2d(0.8), ALL)
+    model = Model(without_autocast, Backdrop2d(0.8))
+    fast = skip_blocked(model, when="always")
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            fast(torch.randn(N, C, H, W)).sum().backward()
+        assert any("autocast" in reason for _, reason in fast.skip_report[0].kept)
+        fast(torch.randn(N, C, H, W)).sum().backward()
+        assert not fast.skip_report[0].kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.3), nn.Dropout(0.7, inplace=True), nn.Dropout2d(0.4)], ids=str)
+def test_the_output_behind_dropout_is_the_same_bits(layer, dtype):
+    """Which drops the same cells, drawn from the same numbers."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer, nn.Conv2d(4, 4, 1), Backdrop2d(0.9)).to(dtype)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 3, 9, 9, dtype=dtype).to(memory_format=memory_format)
+        expected, actual = (step(m, x, seed=1) for m in (model, skip_blocked(model, when="always")))
+        assert torch.equal(expected.output, actual.output)
