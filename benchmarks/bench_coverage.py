@@ -7,9 +7,10 @@ Every model of zoo.py takes two training steps in float64 for each way: a mask o
 samples behind it, both with `statistics="sampled"` in training mode and with "exact" and batch normalisation in eval
 mode, always with `when="always"`. The report says which share of the multiplications before the mask was skipped and
 what ended the segment. Outputs and buffers are compared with those of the plain masked model, and all gradients where
-nothing is estimated: with the same draw of the mask, and without dropout, which stays as it is for the share. Each
-model runs in a process of its own. `--only` takes one model, and leaves the others in the file as they are;
-`--markdown` puts the tables between the markers of a page. Goals stand in GOALS.
+nothing is estimated: with the same draw of the mask, without dropout, and with what a model casts to float32 in
+float64; for the share they stay as they are. Each model runs in a process of its own. `--only` takes one model, and
+leaves the others in the file as they are; `--markdown` puts the tables between the markers of a page. Goals stand in
+GOALS.
 """
 
 import argparse
@@ -232,7 +233,8 @@ def measure(entry, drops, policy):
     silent = copy.deepcopy(model)
     has_dropout = zoo.silence(silent)
     settings = {"compare": True, "gradients": not estimated}
-    result = take_steps(entry, silent, drops, policy, shape, **settings)
+    with zoo.InFloat64():
+        result = take_steps(entry, silent, drops, policy, shape, **settings)
     if has_dropout:  # the share is that of the model as it is
         torch._dynamo.reset()
         result |= take_steps(entry, model, drops, policy, shape, compare=False)

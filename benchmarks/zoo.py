@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import weight_norm
+from torch.overrides import TorchFunctionMode
 
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
 
@@ -81,6 +82,21 @@ class Entry:
             return Backdrop(p, (0, 1) if self.axes == "tokens" else (0, 1, 2), exact=True, generator=generator)
         layer = {"1d": Backdrop1d, "2d": Backdrop2d, "3d": Backdrop3d}[self.axes]
         return layer(p, exact=True, generator=generator)
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model casts to float32 on its way, as attention and norms do, stays in float64: a difference that is left
+    is none of rounding in there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        elif func is torch.Tensor.to:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -395,14 +411,18 @@ def torchvision_entries():
 
 
 def segmentation_entries():
-    def of(name, encoder):
-        return lambda: getattr(foreign("segmentation_models_pytorch"), name)(encoder, encoder_weights=None, classes=3)
+    def of(name, encoder, **settings):
+        settings |= {"encoder_weights": None, "classes": 3}
+        return lambda: getattr(foreign("segmentation_models_pytorch"), name)(encoder, **settings)
 
     library = "segmentation-models-pytorch"
     yield images("U-Net, ResNet-18", library, of("Unet", "resnet18"), "decoder.blocks.4")
     yield images("U-Net, MobileNetV2", library, of("Unet", "mobilenet_v2"), "decoder.blocks.4")
-    yield images("FPN, ResNet-18", library, of("FPN", "resnet18"), "decoder.merge", norm="group")
-    yield images("DeepLabV3+, ResNet-18", library, of("DeepLabV3Plus", "resnet18"), "decoder.block2", batch=2, **POOLED)
+    fpn = of("FPN", "resnet18", encoder_depth=4)
+    yield images("FPN, ResNet-18", library, fpn, "decoder.merge", size=64, norm="group")
+    # With the usual rates windows would be a hundred times as large as these small images.
+    deeplab = of("DeepLabV3Plus", "resnet18", decoder_atrous_rates=(1, 2, 3))
+    yield images("DeepLabV3+, ResNet-18", library, deeplab, "decoder.block2", batch=2, **POOLED)
 
 
 def monai_entries():

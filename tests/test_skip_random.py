@@ -17,7 +17,7 @@ from random_models import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about what nobody would write
 TOLERANCE = 1e-10
-FRESH = os.environ.get("BACKDROP_FRESH") == "1"  # many new examples instead of the same few
+FRESH = int(os.environ.get("BACKDROP_FRESH", "0"))  # so many new examples instead of the same few
 NUMBER = SystemRandom().randrange(2**32) if FRESH else 0
 SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -107,7 +107,7 @@ def test_random_models_take_the_steps_of_the_plain_ones():
     seen = Counter()
 
     @seed(NUMBER)
-    @settings(SETTINGS, max_examples=2000 if FRESH else 60, derandomize=not FRESH)
+    @settings(SETTINGS, max_examples=FRESH or 60, derandomize=not FRESH)
     @given(examples())
     def run(example):
         wrong, report = compare(example, plain_steps(example))
@@ -119,7 +119,7 @@ def test_random_models_take_the_steps_of_the_plain_ones():
 
     print(f"seed {NUMBER}")
     run()
-    assert seen["skipped"] > 0.3 * seen["all"], seen  # or nothing was tested
+    assert seen["skipped"] > (0.2 if FRESH else 0.3) * seen["all"], seen  # or nothing was tested; of new ones a third
 
 
 FAULTS = ("borders", "uses elsewhere", "axes")

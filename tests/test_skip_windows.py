@@ -461,10 +461,10 @@ REFUSED = [
     (nn.InstanceNorm2d(4), "over space"),
     (nn.LayerNorm([4, 9, 9]), "over space"),
     (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "mode='circular'"),
-    (nn.Dropout(0.5), "dropout"),
-    (nn.Dropout2d(0.5), "dropout"),
+    (nn.AlphaDropout(0.5), "alpha_dropout would draw new numbers"),
+    (nn.FeatureAlphaDropout(0.5), "feature_alpha_dropout would draw new numbers"),
     (nn.AdaptiveAvgPool2d(4), "different numbers of cells"),
-    (nn.Upsample(13), "not a whole number"),
+    (nn.Upsample(71), "units that are too large"),
     (nn.Upsample(18, mode="bicubic"), "mode='bicubic'"),
 ]
 
@@ -496,6 +496,8 @@ def test_what_is_not_supported_is_named(layer, reason):
             nn.ReplicationPad2d((1, 2, 0, 1)),
         ),
         (nn.Upsample(scale_factor=2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.ReflectionPad2d(2)),
+        (nn.Dropout(0.5), nn.Upsample(13, mode="bilinear"), nn.Dropout2d(0.3), nn.Dropout(0.1, inplace=True)),
+        (nn.UpsamplingBilinear2d(scale_factor=2), nn.Upsample(12, mode="nearest-exact")),
         (nn.PixelUnshuffle(3), nn.Conv2d(36, 4, 1), nn.PixelShuffle(2), nn.Conv2d(1, 4, 1)),
     ],
     ids=lambda layers: type(layers[0]).__name__,

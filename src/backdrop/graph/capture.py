@@ -108,6 +108,7 @@ def _settings() -> Iterator[None]:
         "allow_unspec_int_on_nn_module": True,  # numbers that count steps
         "skip_nnmodule_hook_guards": False,  # hooks may be added later
         "optimize_ddp": False,  # which would cut graphs at buckets
+        "allow_rnn": True,
         "suppress_errors": True,  # what torch fails at runs as it is
         "verbose": False,
     }

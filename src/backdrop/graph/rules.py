@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Axes, Call, Slide, Step, Tap, UnsupportedError, Where, register_rule
+from backdrop.graph.trace import drop
 
 STATISTICS = (
     "its batch statistics couple all samples{}; "
@@ -287,6 +289,15 @@ def _expand(call: Call) -> Step:
 def _repeat(call: Call) -> Step:
     more = call.ndim - len(call.before)
     axes = tuple(axis - more for axis in call.axes)
+    if len(axes) == 1 and call.inner == 1 and (axes[0] < 0 or call.before[axes[0]] == 1 != call.shape[call.axes[0]]):
+        times = [n // (call.before[i - more] if i >= more else 1) for i, n in enumerate(call.shape)]
+
+        def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+            times[call.axes[0]] = where.rows
+            repeated: Tensor = args[0].repeat(times)
+            return repeated
+
+        return Step({call.source: Tap((None,))}, run)
     if any(axis < 0 or call.before[axis] != call.shape[axis + more] for axis in axes):
         raise UnsupportedError("it repeats samples or positions")
     return call.moved(axes)
@@ -325,7 +336,7 @@ def _unbind(call: Call) -> Step:
 def _getitem(call: Call) -> Step:
     source = call.source
     if source in call.tuples:
-        return Step({source: Tap(call.axes, inner=call.inner)}, inner=call.inner)
+        return Step({source: Tap(_of_several(call), inner=call.inner)}, inner=call.inner)
     index = call.node.args[1]
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     if any(isinstance(part, (fx.Node, list, bool)) or part is True for part in parts):
@@ -455,18 +466,72 @@ def _matmul(first: int = 0) -> Callable[[Call], Step]:
 
 def _einsum(call: Call) -> Step:
     equation = call.node.args[0]
-    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
-        raise UnsupportedError("its equation is not spelled out")
-    given, result = equation.replace(" ", "").split("->")
     operands: Any = call.node.args[1:]
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or not all(isinstance(source, fx.Node) for source in operands):
+        raise UnsupportedError("its equation is no text")
+    given, result = _letters(equation, [len(call.shapes[source]) for source in operands])
     inputs: dict[fx.Node, Tap] = {}
-    for letters, source in zip(given.split(","), operands, strict=True):
-        axes: Axes = tuple(letters.index(result[axis]) if result[axis] in letters else None for axis in call.axes)
-        if not isinstance(source, fx.Node) or (source in inputs and inputs[source].axes != axes):
+    for letters, source in zip(given, operands, strict=True):
+        shape = call.shapes[source]
+        axes: Axes = tuple(
+            letters.index(result[axis])
+            if result[axis] in letters and shape[letters.index(result[axis])] == call.shape[axis]
+            else None
+            for axis in call.axes
+        )
+        if source in inputs and inputs[source].axes != axes:
             raise UnsupportedError("it multiplies a value with itself")
         inputs[source] = Tap(axes, inner=call.inner)
     return Step(inputs, inner=call.inner, repeats=True)
+
+
+def _letters(equation: str, dimensions: Sequence[int]) -> tuple[list[list[str]], list[str]]:
+    """One name for each axis of the operands and of the result: those that dots stand for are numbers."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    given = []
+    for text, ndim in zip(left.split(","), dimensions, strict=True):
+        before, dots, behind = text.partition("...")
+        more = ndim - len(before) - len(behind)
+        given.append([*before, *(str(number) for number in range(more, 0, -1)), *behind] if dots else [*before])
+    numbers = sorted({name for names in given for name in names if name.isdigit()}, key=int, reverse=True)
+    if not arrow:
+        every = left.replace(",", "").replace("...", "")
+        right = "..." + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
+    before, dots, behind = right.partition("...")
+    return given, [*before, *(numbers if dots else ()), *behind]
+
+
+def _bilinear(call: Call) -> Step:
+    call.refuse_along(-1)
+    inputs = {source: Tap(call.whole()) for source in call.tensors}
+    for source in (call.source, call.argument(1, "input2")):
+        if inputs.get(source) != Tap(call.whole()):
+            raise UnsupportedError("its inputs are no tensors")
+        inputs[source] = Tap(call.axes, inner=call.inner)
+    return Step(inputs, inner=call.inner, repeats=True)
+
+
+def _compared(position: int, default: int) -> Callable[[Call], Step]:
+    """Two inputs that are broadcast, and compared along one axis, which is left out or has one cell."""
+
+    def rule(call: Call) -> Step:
+        dim = call.argument(position, "dim", default) if position else default
+        first, second = call.source, call.argument(1, "x2")
+        if not isinstance(second, fx.Node):
+            raise UnsupportedError("it compares with something that is no tensor")
+        both = tuple(torch.broadcast_shapes(call.shapes[first], call.shapes[second]))  # type: ignore[no-untyped-call]
+        dim %= len(both)
+        if len(both) == call.ndim:
+            call.refuse_along(dim)
+            axes = call.axes
+        else:
+            axes = tuple(axis + (axis >= dim) for axis in call.axes)
+        whole = replace(call, shape=both, axes=axes)
+        inputs = {source: Tap(whole._broadcast(call.shapes[source]), inner=call.inner) for source in (first, second)}
+        return Step(inputs, inner=call.inner, repeats=True)
+
+    return rule
 
 
 def _attention(call: Call) -> Step:
@@ -478,8 +543,7 @@ def _attention(call: Call) -> Step:
     tokens = call.ndim - 2 in call.axes
     if call.axes[0] >= call.ndim - 2:
         raise UnsupportedError("it mixes samples")
-    if tokens and given.get("is_causal"):
-        raise UnsupportedError("what is_causal=True hides depends on the position")
+    causal = tokens and bool(given.get("is_causal"))
     if call.again and given.get("dropout_p"):
         raise UnsupportedError("dropout would draw new numbers when windows are computed again; set it to 0")
     inputs: dict[fx.Node, Tap] = {}
@@ -494,11 +558,28 @@ def _attention(call: Call) -> Step:
             at = back + len(shape)
             broadcast = at < 0 or (shape[at] == 1 and call.shape[axis] != 1)
             axes.append(None if broadcast or (back == -2 and name in ("key", "value")) else at)
-        tap = Tap(tuple(axes), inner=call.inner)
+        tap = Tap(tuple(axes), inner=call.inner, broadcast=name == "attn_mask")
         if source in inputs and inputs[source] != tap:
             raise UnsupportedError("queries and keys are the same value")
         inputs[source] = tap
-    return Step(inputs, inner=call.inner, repeats=True)
+    return Step(inputs, _causal(call, names) if causal else None, inner=call.inner, repeats=True)
+
+
+def _causal(call: Call, names: Sequence[str]) -> Callable[..., Any]:
+    """What is hidden from a token depends on where it stands."""
+    along = call.axes[1:].index(call.ndim - 2)
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        given = named(args, kwargs, names) | {"is_causal": False}
+        keys = torch.arange(given["key"].shape[-2], device=given["key"].device)
+        at = where.positions()[along].clamp(min=0)  # what lies outside the map may hold anything but NaN
+        shape = [1] * call.ndim
+        shape[call.axes[0]], shape[-2] = at.shape
+        given["attn_mask"] = at.reshape(shape) >= keys
+        attended: Tensor = F.scaled_dot_product_attention(**given)
+        return attended
+
+    return run
 
 
 def _multi_head_attention(call: Call) -> Step:
@@ -525,8 +606,69 @@ def _multi_head_attention(call: Call) -> Step:
     return Step(inputs, repeats=True)
 
 
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+CARRIES = "it carries a state from position to position"
+
+
 def _recurrent(call: Call) -> Step:
-    raise UnsupportedError("it carries a state from position to position")
+    """Layers over whole sequences: results are the states of the last layer, and one or two last states of all layers.
+
+    Followed axes are those of the first result; see `_of_several` for the others."""
+    if call.reading or len(call.axes) > 1:
+        raise UnsupportedError(CARRIES)
+    if len(call.node.args) != 9 or not isinstance(call.node.args[2], (list, tuple)):
+        raise UnsupportedError("its sequences are packed")
+    arguments: Any = call.node.args
+    before, states, weights = arguments[:3]
+    samples = _axis_of_sequences(call.node)
+    if call.axes != (samples,):
+        raise UnsupportedError("it mixes samples")
+    inputs = {weight: Tap((None,)) for weight in weights if isinstance(weight, fx.Node)}
+    for source, axis in (
+        (before, samples),
+        *((state, 1) for state in (states if isinstance(states, (tuple, list)) else [states])),
+    ):
+        tap = Tap((axis,), inner=call.inner)
+        if not isinstance(source, fx.Node) or inputs.get(source, tap) != tap:
+            raise UnsupportedError("it takes one value in several places")
+        inputs[source] = tap
+    return Step(inputs, inner=call.inner, repeats=True)
+
+
+def _axis_of_sequences(node: fx.Node) -> int:
+    return 0 if node.args[8] else 1
+
+
+def _of_several(call: Call) -> Axes:
+    """The followed axes in the first of several results, from those in the one that is taken."""
+    source, index = call.source, call.node.args[1]
+    weights = source.target is F.multi_head_attention_forward
+    if not weights and source.target not in RECURRENT:
+        return call.axes
+    if not isinstance(index, int):
+        raise UnsupportedError("it takes several of the results")
+    if index in (0, -3 if source.target is torch.lstm else -2):
+        return call.axes
+    if call.axes != ((0,) if weights else (1,)):  # weights of attention have samples first, last states have layers
+        raise UnsupportedError("it mixes samples")
+    return (1,) if weights else (_axis_of_sequences(source),)
+
+
+def _recurrent_cell(call: Call) -> Step:
+    """One step of a sequence: rows of the results come from the same rows of input and states."""
+    if call.axes != (0,) or len(call.before) != 2:
+        raise UnsupportedError(CARRIES if len(call.axes) > 1 else "it mixes samples")
+    step = call.same()
+    states = call.argument(1, "hx")
+    for state in states if isinstance(states, (tuple, list)) else [states]:
+        if not isinstance(state, fx.Node):
+            raise UnsupportedError("its states are no tensors")
+        step.inputs[state] = Tap(call.axes, inner=call.inner)
+    weights = {weight for weight in (*call.node.args[2:], *call.node.kwargs.values()) if isinstance(weight, fx.Node)}
+    if weights & {source for source, tap in step.inputs.items() if tap.axes != (None,)}:
+        raise UnsupportedError("it takes one value in several places")
+    step.repeats = True
+    return step
 
 
 def _embedding(call: Call) -> Step:
@@ -658,6 +800,7 @@ _register(
     "dropout3d",
 )
 _register(_rrelu, "rrelu")
+register_rule(drop)(_elementwise)
 _register(_batch_norm, "batch_norm")
 _register(_sample_norm, "group_norm")
 _register(_instance_norm, "instance_norm")
@@ -691,10 +834,14 @@ _register(_take_along, "gather", "take_along_dim")
 _register(_matmul(), "matmul", "bmm", "mm", "mv", "__matmul__")
 _register(_matmul(1), "baddbmm", "addmm", "addbmm")
 _register(_einsum, "einsum")
+_register(_bilinear, "bilinear")
+_register(_compared(2, 1), "cosine_similarity")
+_register(_compared(0, -1), "pairwise_distance")
 _register(_attention, "scaled_dot_product_attention")
 _register(_embedding, "embedding")
 _register(_multi_head_attention, "multi_head_attention_forward")
 _register(_recurrent, "lstm", "gru", "rnn_tanh", "rnn_relu")
+_register(_recurrent_cell, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 register_rule(operator.matmul)(_matmul())
 register_rule(operator.getitem)(_getitem)
 register_rule("__getitem__")(_getitem)

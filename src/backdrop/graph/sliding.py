@@ -215,20 +215,16 @@ def _interpolate(call: Call) -> Step:
         return call.slides([None] * len(spatial), cells=[_interpolated(call, given, mode, a) for a in spatial])
     if mode not in ("nearest", "nearest-exact", "linear", "bilinear", "trilinear"):
         raise UnsupportedError(f"mode={mode!r} is not supported")
-    if given.get("align_corners") or given.get("antialias"):
-        raise UnsupportedError("align_corners=True and antialias=True are not supported")
+    if given.get("antialias"):
+        raise UnsupportedError("antialias=True is not supported")
     before, after = call.before[2:], call.shape[2:]
-    scales = given.get("scale_factor")
+    scales = None if given.get("align_corners") else given.get("scale_factor")  # which counts for nothing there
     for i, a in enumerate(range(len(before))):
         scale = None if scales is None else as_tuple(scales, len(before))[i]
         if scale is not None and not given.get("recompute_scale_factor") and before[a] * scale != after[a]:
             raise UnsupportedError("its scale is not that of its sizes")
-    ups = {a: after[a] // before[a] for a in spatial}
-    if (
-        mode == "nearest"
-        and all(before[a] % after[a] == 0 for a in spatial)
-        and any(after[a] < before[a] for a in spatial)
-    ):
+    shrinks = any(after[a] < before[a] for a in spatial)
+    if mode == "nearest" and shrinks and all(before[a] % after[a] == 0 for a in spatial):
         downs = {a: before[a] // after[a] for a in spatial}
         if len(spatial) < len(before):
             raise UnsupportedError("sizes along axes without a mask change too")
@@ -238,9 +234,13 @@ def _interpolate(call: Call) -> Step:
             return x[(slice(None), slice(None), *(slice(None, None, downs[a]) for a in spatial))]
 
         return call.slides([Slide(downs[a], 0, 0) for a in spatial], fill=None, run=stride)
-    if any(after[a] % before[a] for a in spatial):
-        raise UnsupportedError("its scale is not a whole number")
+    if given.get("align_corners") or any(after[a] % before[a] for a in spatial):
+        if any(before[a] != after[a] for a in range(len(before)) if a not in spatial):
+            raise UnsupportedError("sizes along axes without a mask change too")
+        return _resampled(call, mode, bool(given.get("align_corners")), spatial)
+    ups = {a: after[a] // before[a] for a in spatial}
     if mode.startswith("nearest"):
+        _check_cells(call, mode, spatial)
         slides, fill = [Slide(up=ups[a]) for a in spatial], None
     else:
         slides = [Slide(2, 1 - ups[a], 1 + ups[a], 2 * ups[a]) for a in spatial]
@@ -253,6 +253,68 @@ def _interpolate(call: Call) -> Step:
         return crop(out, where, [(a + 2, ups[a]) for a in spatial])
 
     return call.slides(slides, fill=fill, run=run)  # type: ignore[arg-type]
+
+
+def _resampled(call: Call, mode: str, aligned: bool, spatial: Sequence[int]) -> Step:
+    """Interpolation to any size: cell i of n, of m that there are, reads those around i m / n, or less than
+    |1 - m / n| away from there where corners are aligned. Weights differ from cell to cell, so each axis is a product
+    with a matrix for each window."""
+    ratios = [Fraction(call.before[a + 2], call.shape[a + 2]) for a in spatial]
+    if mode.startswith("nearest"):
+        _check_cells(call, mode, spatial)
+    slides = []
+    for ratio in ratios:
+        down, up = ratio.numerator, ratio.denominator
+        if mode == "nearest":
+            slides.append(Slide(down, 0, 0, up))
+        elif mode == "nearest-exact":
+            slides.append(Slide(2 * down, down, down, 2 * up))
+        elif aligned:
+            slides.append(Slide(down, min(0, down - up), max(0, down - up) + up, up))
+        else:
+            slides.append(Slide(2 * down, down - up, down + up, 2 * up))
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        x: Tensor = args[0] if args else kwargs["input"]
+        with torch.autocast(x.device.type, enabled=False):
+            for i, (a, position) in enumerate(zip(spatial, where.positions(), strict=True)):
+                (first_in, first_out), cells = where.first[i], where.sizes[i]
+                low, high, share = _sources(position, mode, aligned, cells, call.shape[a + 2])
+                start = (position[:, :1] - first_out) * ratios[i].numerator // ratios[i].denominator + first_in
+                column = torch.arange(x.shape[a + 2], device=x.device)
+                matrix = (1 - share) * ((low - start)[..., None] == column)
+                matrix = (matrix + share * ((high - start)[..., None] == column)).to(x.dtype)
+                x = x.movedim(a + 2, -1)
+                x = (x @ matrix.mT.reshape(len(matrix), *[1] * (x.ndim - 3), *matrix.mT.shape[1:])).movedim(-1, a + 2)
+        return x
+
+    return call.slides(slides, fill=0.0, run=run)
+
+
+def _check_cells(call: Call, mode: str, spatial: Sequence[int]) -> None:
+    """The nearest cells as torch finds them, with float32, have to be those of whole numbers."""
+    for a in spatial:
+        cells, positions = call.before[a + 2], call.shape[a + 2]
+        at = torch.arange(positions)
+        exact = (at * cells // positions) if mode == "nearest" else ((2 * at + 1) * cells // (2 * positions))
+        if not torch.equal(_sources(at, mode, False, cells, positions)[0], exact):
+            raise UnsupportedError("torch rounds the cells that it takes")
+
+
+def _sources(position: Tensor, mode: str, aligned: bool, cells: int, positions: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which cells a position reads, and the share of the second one."""
+    at = position.clamp(0, positions - 1)
+    if mode.startswith("nearest"):
+        half = 0.5 if mode == "nearest-exact" else 0.0
+        scale = torch.tensor(cells / positions, dtype=torch.float32, device=at.device)  # as torch itself
+        low = ((at.float() + half) * scale).long().clamp(max=cells - 1)
+        return low, low, torch.zeros((), dtype=torch.float64, device=at.device)
+    if aligned:
+        source = at.double() * ((cells - 1) / (positions - 1) if positions > 1 else 0.0)
+    else:
+        source = ((at.double() + 0.5) * (cells / positions) - 0.5).clamp(min=0)
+    low = source.long().clamp(max=cells - 1)
+    return low, (low + 1).clamp(max=cells - 1), (source - low)[..., None]
 
 
 def _interpolated(call: Call, given: dict[str, Any], mode: str, axis: int) -> Taps:

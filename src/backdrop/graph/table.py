@@ -64,6 +64,7 @@ class Tap(NamedTuple):
     fill: float | Literal["replicate", "reflect"] | None = None  # what cells outside the map count as, if they are read
     inner: int = 1  # neighbouring rows that belong to one sample
     cells: tuple[Taps | None, ...] = ()  # just which cells are read along each axis, where slides tell the ends alone
+    broadcast: bool = False  # whether it may be broadcast along the followed axes that it has not
 
 
 class Where(NamedTuple):

@@ -81,6 +81,52 @@ class Traced:
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(self.values.get(node), Tensor)
 
+    def draw_ahead(self, node: fx.Node) -> bool:
+        """Split a dropout that draws: which cells it keeps becomes a value of its own, drawn where the dropout stands,
+        so that the rest can be computed a second time. Whether it could be split."""
+        if node.op != "call_function" or node.target not in DROPOUTS:
+            return False
+        source, p = _first(node), node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        x, dimensions = self.values.get(source), DROPOUTS[node.target]
+        if not isinstance(x, Tensor) or not isinstance(p, (int, float)) or not 0 < p < 1:
+            return False
+        shape, stride = list(x.shape), list(x.stride())
+        if dimensions:  # whole channels
+            if x.ndim not in dimensions:
+                return False
+            shape = [*x.shape[:2], *[1] * (x.ndim - 2)]
+            stride = list(torch.empty(shape, device="meta").stride())
+        with self.graph.inserting_before(node):
+            kept = self.graph.call_function(_kept, (shape, stride, x.dtype, x.device, p))
+        kept.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        self.values[kept] = torch.empty(shape, dtype=torch.bool, device="meta")
+        self.costs[kept], self.contexts[kept], self.storages[kept] = self.costs[node], self.contexts[node], set()
+        self.draws ^= {kept, node}
+        self.in_place.pop(node, None)
+        scale = float(torch.ones((), dtype=x.dtype).div_(1 - p))  # rounded as in dropout itself
+        node.target, node.args, node.kwargs = drop, (source, kept, scale), {}
+        return True
+
+
+def _kept(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, p: float) -> Tensor:
+    """The cells that dropout of such a tensor keeps, from the random numbers that it would draw."""
+    return F.dropout(torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1.0), p) != 0
+
+
+def drop(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """Dropout, by cells that are known."""
+    return (x * kept) * scale
+
+
+DROPOUTS: dict[Any, tuple[int, ...]] = {  # with how many axes they drop whole channels of samples
+    F.dropout: (),
+    torch.dropout: (),
+    F.dropout1d: (3,),
+    F.dropout2d: (3, 4),
+    F.dropout3d: (5,),
+    torch.feature_dropout: (3, 4, 5),
+}
+
 
 def name_of(node: fx.Node) -> str:
     """The dotted path of the layer that makes the call; of a module with its own forward, that and the function."""
@@ -215,7 +261,7 @@ class _Pass:
         except Exception as error:
             raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
         self.values[node], self.costs[node] = value, self.meter.cost
-        if self.meter.draws:
+        if self.meter.draws and not _is_without_dropout(node):
             self.draws.add(node)
         changed = {id(leaf) for leaf, version in before if leaf._version != version}
         changed |= {id(leaf) for leaf in _running_statistics(node, args, kwargs)}
@@ -249,6 +295,14 @@ def _keeps_kind(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         and args[0].is_floating_point()
         and not any(a is True for a in args[1:5])
     )
+
+
+def _is_without_dropout(node: fx.Node) -> bool:
+    """Attention in one call, whose kernels count as drawing numbers even where they have none to draw."""
+    if getattr(node.target, "__name__", "") != "scaled_dot_product_attention":
+        return False
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(dropout, (int, float)) and dropout == 0
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -289,9 +343,19 @@ def _context(node: fx.Node, context: list[Any]) -> bool:
     elif name.startswith("_exit_"):
         opened = node.all_input_nodes
         context[:] = [mode for mode in context if mode not in opened]
-    else:
+    elif not _changes_nothing(node, context):
         context.append(node)
     return True
+
+
+def _changes_nothing(node: fx.Node, context: list[Any]) -> bool:
+    """`autocast(enabled=False)` where none is on: captures are made anew when that changes outside."""
+    if getattr(node.target, "__name__", "") != "_enter_autocast" or len(node.args) < 3 or node.args[2] is not False:
+        return False
+    opened = (mode for mode in context if isinstance(mode, fx.Node))
+    return not any(mode.args[:1] == node.args[:1] for mode in opened) and not torch.is_autocast_enabled(
+        str(node.args[0])
+    )
 
 
 def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
@@ -473,6 +537,10 @@ def _out_of_place(node: fx.Node) -> Called | None:
 
 def _without_source(copy: fx.Node, value: Any) -> None:
     """`x.new_empty(size)` takes nothing from x but its kind, which is known: so nothing has to wait for x."""
+    if copy.target in LIKE and isinstance(value, Tensor) and value.is_contiguous() and len(copy.args) == 1:
+        copy.kwargs = {"dtype": value.dtype, "device": value.device, **copy.kwargs}
+        copy.target, copy.args = LIKE[copy.target], (tuple(value.shape),)
+        return
     function = NEW.get(str(copy.target)) if copy.op == "call_method" else None
     if copy.op == "call_method" and copy.target in ("to", "type_as") and isinstance(value, Tensor):
         if len(copy.args) > 1 and isinstance(copy.args[1], fx.Node):  # another tensor, for its kind alone
@@ -493,6 +561,7 @@ NEW: dict[str, Any] = {
     "new_ones": torch.ones,
     "new_full": torch.full,
 }
+LIKE: dict[Any, Any] = {torch.rand_like: torch.rand, torch.randn_like: torch.randn}
 NO_COUNTERPART = (
     *("zero", "fill", "copy", "set", "resize", "normal", "uniform", "random", "exponential", "geometric", "cauchy"),
     *("log_normal", "bernoulli", "requires_grad", "detach", "swapaxes", "swapdims", "t", "transpose", "squeeze"),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from backdrop.graph import table
 from backdrop.graph.cost import Cost, total
@@ -147,7 +147,7 @@ class _Walk:
         read = {source for step in segment.steps.values() for source in step.inputs}
         read |= {source for node in members for source in node.all_input_nodes} | set(exits)
         segment.entries = [node for node in traced.graph.nodes if node in read and node not in segment.steps]
-        behind = self._before(exits)
+        behind = self._of_samples(self._before(exits))
         segment.before = total([traced.costs[node] for node in behind if node in traced.differentiable])
 
     def _reached(self) -> set[fx.Node]:
@@ -179,6 +179,18 @@ class _Walk:
                 found.add(node)
                 waiting.extend(node.all_input_nodes)
         return found
+
+    def _of_samples(self, nodes: set[fx.Node]) -> set[fx.Node]:
+        """Without what is made of weights and constants alone: for all samples at once, so that no mask blocks it."""
+        known = [entry for entry in self.segment.entries if entry in self.demands]
+        rows = [entry for entry in known if self.demands[entry].axes[0] is not None]
+        data = {node for node in self._before(rows) if node.op == "placeholder"} | set(rows)
+        data -= {node for node in data if isinstance(node.meta.get("example_value"), nn.Parameter)}
+        of_data = set[fx.Node]()
+        for node in self.order:
+            if node in data or any(source in of_data for source in node.all_input_nodes):
+                of_data.add(node)
+        return nodes & of_data
 
     def _take(self, node: fx.Node) -> bool:
         """Make a call part of the segment, if it can be."""
@@ -221,13 +233,13 @@ class _Walk:
             return traced.pinned[node]
         if traced.contexts[node] not in self.context or len(self.context) > 1:
             return OWN_AUTOCAST
-        if self.unit and node in traced.draws:
-            called = getattr(node.target, "__name__", str(node.target)).strip("_")
-            return f"{called} would draw new numbers when windows are computed again; move it behind the mask"
         others = [user for user in node.users if user not in self.segment.steps and user not in self.masks]
         if others:
             used = "the model returns it" if others[0].op == "output" else f"{name_of(others[0])} uses it"
             return f"its result goes elsewhere too: {used}"
+        if self.unit and node in traced.draws and not traced.draw_ahead(node):
+            called = getattr(node.target, "__name__", str(node.target)).strip("_")
+            return f"{called} would draw new numbers when windows are computed again; move it behind the mask"
         return ""
 
     def _call(self, node: fx.Node, axes: tuple[int, ...], inner: int) -> Call:
@@ -251,7 +263,7 @@ class _Walk:
         for source, tap in list(step.inputs.items()):
             if None not in tap.axes or all(axis is None for axis in tap.axes[1:]):
                 continue
-            if not step.broadcasts:
+            if not step.broadcasts and not tap.broadcast:
                 raise UnsupportedError("it mixes positions along a masked axis")
             shape, before = traced.shape(node), traced.shape(source)
             more = len(shape) - len(before)
