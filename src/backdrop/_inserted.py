@@ -52,7 +52,7 @@ def apply_mask(mask: Backdrop, output: Any) -> Any:
 def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
     """One mask for all of several tensors."""
     if len(tensors) == 1:
-        return [mask(tensors[0])]
+        return [Backdrop.forward(mask, tensors[0])]  # hooks on it, or what a subclass adds, are followed by themselves
     if not tensors or not mask.training or not any(t.requires_grad for t in tensors) or is_zero(mask.p):
         return tensors
     if mask.choose == "gradient":

@@ -56,7 +56,9 @@ def _mask(x: Tensor, number: int, leaf: int) -> Tensor:
         return x.view_as(x)
     if leaf:
         raise RuntimeError("a mask over several tensors cannot be drawn where the graph is not looked into")
-    masked: Tensor = layer_of(number).forward(x)
+    from backdrop.layers import Backdrop
+
+    masked: Tensor = Backdrop.forward(layer_of(number), x)
     return masked
 
 

@@ -84,6 +84,7 @@ class Backdrop(nn.Module):
         "choose": "uniform",
         "floor": 0.1,
     }
+    _weighs_itself: ClassVar[bool] = False  # a subclass with a draw_weight of its own
 
     dims: Dims
     patch: Patch
@@ -151,10 +152,15 @@ class Backdrop(nn.Module):
         else:
             self._p = value
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "draw_weight" in vars(cls) and cls.__module__ != __name__:
+            cls._weighs_itself = True
+
     def forward(self, x: Tensor) -> Tensor:
         if _marks.CAPTURING and torch.compiler.is_compiling():
             return _marks.mark(x, self._number)
-        if self._across is not None and resolve(self._across.group) is not None:
+        if self._weighs_itself or (self._across is not None and resolve(self._across.group) is not None):
             check_differentiable(x)
             wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)
             return functional.mask_gradient(x, self.draw_weight(x)) if wanted else x

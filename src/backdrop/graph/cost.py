@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -172,7 +172,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = self.draws or _draws(func, args, kwargs or {})
         if not func.is_view and func.namespace != "prim":  # which is bookkeeping of fake tensors
             count = self.flops.get(func._overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
@@ -183,6 +183,17 @@ class Meter(TorchDispatchMode):
             calls = func is not torch.ops.aten._to_copy.default  # of weights, which autocast keeps, and the like
             self.cost = Cost(*map(sum, zip(self.cost, (calls, flops / 2, numbers), strict=True)))
         return out
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers, which attention without dropout only could."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
 
 
 def _share(x: Tensor) -> float:

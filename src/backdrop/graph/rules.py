@@ -862,8 +862,18 @@ def _norm_of_vectors(call: Call) -> Step:
     return call.moved(axes)
 
 
-_register(_norm_of_vectors, "norm", "vector_norm", "renorm")
+_register(_norm_of_vectors, "norm", "vector_norm")
 register_rule(torch.linalg.vector_norm)(_norm_of_vectors)
+
+
+def _renorm(call: Call) -> Step:
+    """Each slice along `dim` by its own norm, which is over all other axes."""
+    dim = call.argument(2, "dim") % call.ndim
+    call.refuse_along(*(axis for axis in range(call.ndim) if axis != dim))
+    return call.same()
+
+
+_register(_renorm, "renorm")
 
 
 def _topk(call: Call) -> Step:

@@ -181,6 +181,9 @@ def _looks_alike(a: Tensor, b: Tensor) -> bool:
 
 def trace(module: fx.GraphModule, inputs: Sequence[Any], stand_ins: StandIns | None = None) -> Traced:
     """The pure graph for such inputs, which are looked at for their sizes alone."""
+    for node in module.graph.nodes:
+        if str(getattr(node.target, "__name__", "")).endswith("_increment_nesting"):
+            raise TraceError("transforms of torch.func are not looked into")
     try:
         passed = _Pass(module, inputs, StandIns() if stand_ins is None else stand_ins)
     except TraceError:
@@ -259,6 +262,8 @@ class _Pass:
             else:
                 value = _attribute(module, str(node.target))(*args, **kwargs)
         except Exception as error:
+            if isinstance(target, torch._ops.HigherOrderOperator):
+                raise TraceError(f"{name_of(node)}: functions that take functions are not looked into") from error
             raise TraceError(f"{name_of(node)}: {first_line(error)}") from error
         self.values[node], self.costs[node] = value, self.meter.cost
         if self.meter.draws and not _is_without_dropout(node):

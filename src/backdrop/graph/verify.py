@@ -20,14 +20,16 @@ def verified(call: Call, traced: Traced) -> Step:
     """A step for the call, if rows of its result depend on the same rows of those inputs that have as many.
 
     Values and gradients on a few rows of random numbers have to be those of subsets of them. What draws random numbers,
-    reads whole numbers or couples rows in its backward pass does not pass.
+    reads whole numbers or couples rows in its backward pass does not pass. Complex numbers may be read.
     """
     unknown = UnsupportedError(f"there is no rule for {call.name}, and samples do not pass through it apart")
     number = call.shape[0]
     inputs = {source: Tap((0,) if shape and shape[0] == number else (None,)) for source, shape in call.shapes.items()}
     rows = [source for source, tap in inputs.items() if tap.axes[0] is not None]
     values = {source: traced.values[source] for source in inputs}
-    if call.tuples or not rows or not all(value.is_floating_point() for value in values.values()):
+    if call.tuples or not all(value.is_floating_point() or value.is_complex() for value in values.values()):
+        raise UnsupportedError(f"there is no rule for {call.name}, and with such inputs it is not tried out")
+    if not rows:
         raise unknown
     state = torch.get_rng_state()
     try:
@@ -47,7 +49,8 @@ def _passes(node: fx.Node, traced: Traced, values: dict[fx.Node, Tensor], rows: 
     given = {}
     for source, value in values.items():
         shape = (ROWS, *value.shape[1:]) if source in rows else value.shape
-        drawn = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        kind = torch.complex128 if value.is_complex() else torch.float64
+        drawn = scale * torch.randn(shape, generator=generator, dtype=kind)
         given[source] = drawn.to(value.device, value.dtype)
     whole, upstream, gradients = _run(node, traced, given, None, generator)
     if whole.shape[:1] != (ROWS,):
@@ -85,7 +88,8 @@ def _run(
         tree_map(lambda x: flat.append(x) if isinstance(x, Tensor) else None, out)
         (result,) = flat  # several results have no one set of rows
         if upstream is None:
-            upstream = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result)
+            kind = torch.complex128 if result.is_complex() else torch.float64
+            upstream = torch.randn(result.shape, generator=generator, dtype=kind).to(result)
         grads = torch.autograd.grad(result, list(leaves.values()), upstream, allow_unused=True)
     return result.detach(), upstream, dict(zip(leaves, grads, strict=True))
 

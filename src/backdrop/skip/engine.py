@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -52,6 +53,7 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.capture: Capture | None = None
+        self.written: dict[Any, Any] = {}  # the code that it was made from
         self.graphs: list[Graph] = []  # those with masks in them, newest last
         self.visited: set[Backdrop] = set()  # masks whose graphs ran in this call
         self.compiled = False  # whether this call stands in code that is compiled
@@ -85,8 +87,10 @@ class Engine:
             if reason:
                 self._say(masks, reason)
             return self._plainly()(*args, **kwargs)
-        if self.capture is None:
+        written = _written(self.root)
+        if self.capture is None or any(self.written.get(kind, code) != code for kind, code in written.items()):
             self.capture = Capture(self.plain, self._convert)
+        self.written |= written
         self.visited = set()
         out = self.capture(*args, **kwargs)
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
@@ -112,6 +116,10 @@ class Engine:
             return "lazy layers have no parameters yet"
         if torch._C._are_functorch_transforms_active():
             return "under torch.func's transforms"
+        if _changes_functions():
+            return "under a mode that changes what torch functions do (TorchFunctionMode)"
+        if torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+            return "under a TorchDispatchMode, where torch does not follow models"
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return "while a CUDA graph is recorded"
         hooks = torch.nn.modules.module
@@ -153,6 +161,34 @@ class Engine:
 def _holds_compiled(root: nn.Module) -> bool:
     """Whether a module in it, or around it, was given to torch.compile: captured graphs hold its calls as they were."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in root.modules())
+
+
+def _changes_functions() -> bool:
+    """Whether a TorchFunctionMode is open, other than a default device."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def _written(root: nn.Module) -> dict[Any, Any]:
+    """The functions of the classes of its modules, which may be replaced, and their code, which may be, too.
+
+    torch does not look at those that it has captured again, nor at its own functions.
+    """
+    kinds: dict[Any, Any] = {"functional": dict(vars(torch.nn.functional))}
+    for module in root.modules():
+        if type(module) not in kinds:
+            kinds[type(module)] = _functions(type(module))
+    return kinds
+
+
+def _functions(kind: type) -> list[Any]:
+    if kind.__module__.startswith("torch.nn.modules."):
+        return [kind.forward, getattr(kind.forward, "__code__", None)]  # type: ignore[attr-defined]
+    values = [value for each in kind.__mro__ if each not in (nn.Module, object) for value in vars(each).values()]
+    functions = [getattr(value, "__func__", value) for value in values]
+    return [[function, function.__code__] for function in functions if isinstance(function, types.FunctionType)]
 
 
 def _is_active(mask: Backdrop) -> bool:

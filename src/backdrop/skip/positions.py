@@ -548,7 +548,7 @@ class Skipped(torch.autograd.Function):
             i: x if x.is_inference() else x.clone() for i, x in enumerate(tensors) if saved[i] and _is_apart(x)
         }
         keeps = [keep and i not in ctx.apart for i, keep in enumerate(saved)]
-        ctx.save_for_backward(*(tensor if keep else None for tensor, keep in zip(tensors, keeps, strict=True)))
+        ctx.save_for_backward(*(t.detach() if keep else None for t, keep in zip(tensors, keeps, strict=True)))
         run.autocast = [
             {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
             for kind in {"cpu", tensors[0].device.type}

@@ -501,7 +501,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(tensor.detach() for tensor in tensors))  # whose `.data` may be replaced
         run.autocast = [
             {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
             for kind in {"cpu", tensors[0].device.type}
