@@ -113,7 +113,7 @@ class Positions:
         units = self.lattice.units()
         patch = self.mask.patch
         own = (patch,) * len(self.demand.step) if isinstance(patch, int) else tuple(patch)
-        times = math.prod(step / size for step, size in zip(self.demand.step, own, strict=True))
+        times = math.prod(max(1.0, step / size) for step, size in zip(self.demand.step, own, strict=True))
         return max(1.0, units * (1 - p**times))
 
     def memory(self, p: float) -> tuple[float, float]:
