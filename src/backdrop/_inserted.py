@@ -53,9 +53,16 @@ def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
     """One mask for all of several tensors."""
     if len(tensors) == 1:
         return [mask(tensors[0])]
-    if not tensors or not mask.training or not any(t.requires_grad for t in tensors) or is_zero(mask.p):
+    if not tensors or not mask.training:
         return tensors
-    weight = mask.draw_weight(max(tensors, key=lambda t: t.dtype.itemsize)[:, ...])
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    widest = max(tensors, key=lambda t: t.dtype.itemsize)
+    shared = mask.shared_draw(widest, wanted)
+    if shared is not None:
+        return [shared(t) for t in tensors]
+    if not wanted or is_zero(mask.p):
+        return tensors
+    weight = mask.draw_weight(widest[:, ...])
     return [functional.mask_gradient(t, weight.view(-1, *[1] * (t.ndim - 1))) for t in tensors]
 
 

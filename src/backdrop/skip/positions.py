@@ -221,6 +221,7 @@ class Run:
     kept: Kept | None = None
     seen: dict[Any, Any] = field(default_factory=dict)  # statistics, means and whole values of the forward pass
     autocast: list[dict[str, Any]] = field(default_factory=list)
+    used: bool = False
 
     def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         given = iter(tensors)
@@ -396,6 +397,9 @@ class Run:
         plan, weight, segment = self.plan, self.weight, self.plan.segment
         assert weight is not None
         assert self.kept is not None
+        if not self.used:
+            self.used = True
+            plan.mask.weight_is_used()
         windows = find_windows(plan.lattice, self.kept, weight, grad)
         self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again"
         values = self.entries(tensors)
