@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import processes
-from backdrop import Backdrop, Backdrop1d, Skip, _shared
+from backdrop import Backdrop, Backdrop1d, Skip
+from backdrop._fields import generator_for
 from backdrop._shared import CHECK_EVERY, SharedDraw
 from backdrop.distributed import Joined, agree
 from backdrop.functional import draw_weight
@@ -536,7 +537,7 @@ def test_the_mask_comes_from_a_generator_of_its_own():
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(layer.generator.get_state(), before)
     seed = layer._across.agreed.seed
-    own = torch.Generator().manual_seed(_shared._digest(f"{seed} 1 0"))
+    own = generator_for(torch.device("cpu"), seed, 1, 0)
     assert torch.equal(gradient(layer), draw_weight((ROWS, 2), P, generator=own)[:, 0])
 
 

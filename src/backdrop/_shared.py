@@ -35,6 +35,7 @@ from torch import Tensor
 from backdrop import functional
 from backdrop._checks import Dims, Patch, Probability, Scale, check_dims, is_readable
 from backdrop._draw import _checkpoint_rerun, is_zero, make_lattice
+from backdrop._fields import generator_for
 from backdrop.distributed import Group, exchange, resolve
 
 CHECK_EVERY = 8  # steps
@@ -77,7 +78,6 @@ class SharedDraw:
         self._again = (-1, 0)  # the backward pass in which a checkpoint runs forward again, and masks since
         self._draws, self._since, self._window = 0, (0, 0), -1  # draws in all; steps and draws at the last check
         self._sizes: list[int] = []
-        self._generators: dict[torch.device, torch.Generator] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedDraw:
         return SharedDraw(self.group, self.uneven, self.step)
@@ -150,6 +150,7 @@ class SharedDraw:
         """The weights of a mask."""
         step, number = self._next()
         assert self.agreed is not None
+        place = torch.device("cpu") if mask.device.type == "meta" else mask.device
         weight = functional.draw_weight(
             mask.shape,
             mask.settings.p,
@@ -157,7 +158,7 @@ class SharedDraw:
             patch=mask.settings.patch,
             exact=mask.settings.exact,
             scale=mask.settings.scale,
-            generator=self._generator(mask.device, f"{self.agreed.seed} {step} {number}"),
+            generator=generator_for(place, self.agreed.seed, step, number),
             device=mask.device,
             dtype=mask.dtype,
         )
@@ -182,12 +183,6 @@ class SharedDraw:
         """End the step if the backward pass that used its mask is over."""
         if self._pass is not None and torch._C._current_graph_task_id() != self._pass:
             self._step, self._number, self._pass = self._step + 1, 0, None
-
-    def _generator(self, device: torch.device, key: str) -> torch.Generator:
-        place = torch.device("cpu") if device.type == "meta" else device
-        if place not in self._generators:
-            self._generators[place] = torch.Generator(place)
-        return self._generators[place].manual_seed(_digest(key))
 
     def _agree(
         self, rows: int, x: Tensor, settings: Settings, generator: torch.Generator | None, again: bool

@@ -35,6 +35,7 @@ from backdrop._checks import (
     Probability,
     Scale,
     check_differentiable,
+    check_generator,
     check_p,
     check_scale,
     check_shape,
@@ -259,6 +260,7 @@ def _multiply_in_parts(product: Tensor, grad: Tensor, weight: Tensor) -> None:
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:
+    check_generator(generator)
     if device is not None:
         return torch.device(device)
     return torch.get_default_device() if generator is None else generator.device

@@ -266,6 +266,7 @@ class _SpatialBackdrop(Backdrop):
         return super().draw_weight(x)
 
     def _check_rank(self, x: Tensor) -> None:
+        check_differentiable(x)
         if x.ndim != 2 + len(self._spatial):
             expected = ", ".join(("N", "C", *self._spatial))
             raise ValueError(f"{type(self).__name__} expects input ({expected}), but got shape {tuple(x.shape)}")

@@ -154,6 +154,10 @@ class StepP(Schedule):
     """
 
     def __init__(self, target: nn.Module | Iterable[Backdrop], milestones: Mapping[int, float]) -> None:
+        if not isinstance(milestones, Mapping):
+            raise TypeError(
+                f"milestones has to map steps to p, such as {{2: 0.9}}, but got {type(milestones).__name__}"
+            )
         for step in milestones:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"milestones has to map steps of at least 0 to p, but got the step {step!r}")
