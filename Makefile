@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench chaos coverage notebooks dist oldest clean
+.PHONY: test demo lint docs bench chaos coverage notebooks fuzz dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -18,6 +18,12 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# New random examples; what fails is printed with the command that tries it again. make fuzz FUZZ='--seconds 60'
+FUZZ ?= --examples 50000
+
+fuzz: $(VENV)/installed
+	$(BIN)/python tests/fuzz.py $(FUZZ)
 
 docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict

@@ -24,6 +24,7 @@ X = torch.ones(4, 3, 8, 8, requires_grad=True)
 META = torch.device("meta")
 S, Y = torch.linspace(0, 1, 4), torch.tensor([0, 1, 0, 1])
 SE = SquaredExponential(3)
+SAVED = LinearP(Backdrop(), steps=2).state_dict()
 
 REFUSED = [
     # p
@@ -73,6 +74,7 @@ REFUSED = [
     (lambda: backdrop(torch.ones(3, dtype=torch.bool), 0.5, training=False), TypeError, ["x has", "bool"]),
     (lambda: backdrop([1.0], 0.5), TypeError, ["x has", "tensor", "list"]),
     (lambda: mask_gradient(torch.arange(3), torch.ones(3)), TypeError, ["x has", "floating-point", "int64"]),
+    (lambda: Backdrop2d()(3), TypeError, ["x has", "tensor", "int"]),
     (lambda: Backdrop1d()(X), ValueError, ["Backdrop1d", "(N, C, L)", "(4, 3, 8, 8)"]),
     (lambda: Backdrop2d().eval()(X[0]), ValueError, ["Backdrop2d", "(N, C, H, W)", "(3, 8, 8)"]),
     (lambda: Backdrop3d()(X), ValueError, ["Backdrop3d", "(N, C, D, H, W)", "(4, 3, 8, 8)"]),
@@ -89,6 +91,7 @@ REFUSED = [
     (lambda: mask_gradient(X, torch.ones(8, device=META)), ValueError, ["weight", "device", "cpu", "meta"]),
     # generator
     (lambda: backdrop(X, 0.5, generator=0), TypeError, ["generator", "torch.Generator", "int"]),
+    (lambda: draw_mask((3,), 0.5, generator=0), TypeError, ["generator", "torch.Generator", "int"]),
     (lambda: Backdrop(generator=0), TypeError, ["generator", "torch.Generator", "int"]),
     (
         lambda: draw_mask((3,), 0.5, generator=torch.Generator(), device="cuda:1"),
@@ -104,8 +107,23 @@ REFUSED = [
     (lambda: CosineP(Backdrop(), steps=2.5), ValueError, ["steps", "integer", "2.5"]),
     (lambda: StepP(Backdrop(), {-1: 0.5}), ValueError, ["milestones", "at least 0", "-1"]),
     (lambda: StepP(Backdrop(), {1: 1.5}), ValueError, ["p has", "[0, 1)", "1.5"]),
+    (lambda: StepP(Backdrop(), 3), TypeError, ["milestones", "map", "int"]),
+    (lambda: ConstantP(3, 0.5), TypeError, ["target", "Backdrop layers", "int"]),
     (lambda: LambdaP(Backdrop(), 0.5), TypeError, ["function", "callable", "float"]),
     (lambda: LambdaP(Backdrop(), lambda step: step + 1), ValueError, ["p has", "[0, 1)", "1"]),
+    # what a schedule saved
+    *(
+        (lambda change=change: LinearP(Backdrop(), steps=2).load_state_dict(SAVED | change), error, parts)
+        for change, error, parts in [
+            ({"own_p": 3}, ValueError, ["state_dict", "1 layers", "3"]),
+            ({"own_p": [0.5, 0.5]}, ValueError, ["state_dict", "1 layers", "2"]),
+            ({"last_step": None}, TypeError, ["last_step", "integer", "None"]),
+            ({"last_step": -1}, ValueError, ["last_step", "at least 0", "-1"]),
+            ({"steps": 0}, ValueError, ["state_dict", "LinearP", "zero"]),
+            ({"start": "x"}, ValueError, ["state_dict", "LinearP", "str"]),
+            ({"end": 7.0, "last_step": 2}, ValueError, ["state_dict", "[0, 1)", "7.0"]),
+        ]
+    ),
     # group
     (lambda: Backdrop(0.5, group="all"), TypeError, ["group has", "'world'", "'all'"]),
     (lambda: Backdrop2d(0.5, group=3), TypeError, ["group has", "ProcessGroup", "int"]),

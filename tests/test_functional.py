@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from backdrop import effective_batch_size, functional
+from backdrop._draw import make_lattice
 from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
 from oracle import weights
 
@@ -267,6 +268,38 @@ def test_half_precision_in_parts_equals_the_whole(shapes, part, dtype):
         patch.setattr(functional, "PART", part)
         (gradient,) = torch.autograd.grad(mask_gradient(x, weight), x, upstream)
     assert torch.equal(gradient, (upstream.float() * weight).to(dtype))
+
+
+@pytest.mark.parametrize("patch", [8, 9, 50_000_000, 2**62, 2**70, (8, 2**70)])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_patch_longer_than_its_axis_is_the_axis(patch, exact):
+    """And takes no more memory than that: 50,000,000 would take gigabytes."""
+    lattice = make_lattice((2, 3, 8, 8), (0, 2, 3), patch)
+    assert lattice.patch == (1, 8, 8)
+    assert (lattice.groups, lattice.size) == (2, 1)
+    found = draw_weight((2, 3, 8, 8), 0.5, (0, 2, 3), patch=patch, exact=exact, generator=seeded(0))
+    assert torch.equal(found, torch.ones(2, 1, 8, 8))
+    mixed = [draw_mask((2, 3, 8, 8), 0.5, (0, 2, 3), patch=(2, n), generator=seeded(1)) for n in (8, 2**70)]
+    assert torch.equal(*mixed)
+    assert draw_mask((2, 0), 0.5, (0, 1), patch=2**70).shape == (2, 0)
+
+
+def test_a_product_beyond_float16_is_infinite_and_told_once(monkeypatch):
+    monkeypatch.setattr(functional, "_told_of_overflow", False)
+    x = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([2.0**17, 0.0, 2.0, 2.0**17])
+    upstream = torch.tensor([0.25, 60_000.0, 3.0, 60_000.0], dtype=torch.float16)
+
+    def masked():
+        return torch.autograd.grad(mask_gradient(x, weight), x, upstream)[0]
+
+    with pytest.warns(UserWarning, match="float16 times the weight of its unit is larger than 65,504"):
+        gradient = masked()
+    assert gradient.tolist() == [2.0**15, 0.0, 6.0, math.inf]  # the weight itself is never rounded
+    assert masked().isinf().any()  # and no second warning, which would be an error here
+    monkeypatch.setattr(functional, "_told_of_overflow", False)
+    upstream[3] = math.inf  # which is not of our making
+    assert masked()[3] == math.inf
 
 
 def test_complex_input():

@@ -16,11 +16,12 @@ from backdrop.schedules import LinearP
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 ROWS, BATCHES = 24, 4
+UNEVEN = 3 * ROWS + 17  # the last batch of the first process has 12 rows, that of the second 5
 
 
-def network():
+def network(**more):
     torch.manual_seed(1)
-    mask = Backdrop(0.8, generator=torch.Generator().manual_seed(3), group="world")
+    mask = Backdrop(0.8, generator=torch.Generator().manual_seed(3), group="world", **more)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), mask)
 
 
@@ -33,11 +34,14 @@ def data():
 class Recipe:
     """The loop of the documentation; notes the p that each batch was trained with."""
 
-    def __init__(self, accumulate=1, batch=ROWS):
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-        model = network()
+    def __init__(self, accumulate=1, batch=ROWS, rows=ROWS * BATCHES, **more):
+        loaders = accelerate.DataLoaderConfiguration(even_batches=not more)
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=loaders
+        )
+        model = network(**more)
         self.schedule = LinearP(model, start=0.0, steps=6)
-        loader = DataLoader(TensorDataset(*data()), batch)
+        loader = DataLoader(TensorDataset(*(part[:rows] for part in data())), batch)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.accelerator.register_for_checkpointing(self.schedule)
@@ -108,18 +112,26 @@ def two(rank):
     scores = all_gather(x)
     scores.square().sum().backward()
     cut = recipe.accelerator.gather(x)
-    return recipe.seen, recipe.weights(), scores.detach(), x.grad, cut.requires_grad
+    found = recipe.seen, recipe.weights(), scores.detach(), x.grad, cut.requires_grad
+    uneven = Recipe(batch=ROWS // 2, rows=UNEVEN, uneven=True)
+    uneven.train(epochs=3)
+    return *found, uneven.weights()
 
 
 def test_two_processes_train_like_one():
     """Accelerate deals batches out in turn, so batches of 12 for each of two processes are those of 24 for one."""
     one = Recipe()
     one.train(epochs=2)
-    (seen, weights, scores, grad, graph), (other_seen, other, *_) = processes.run(two, 2)
+    (seen, weights, scores, grad, graph, last), (other_seen, other, *_, other_last) = processes.run(two, 2)
     assert seen == other_seen == one.seen
     for name, value in one.weights().items():
         assert torch.equal(weights[name], other[name])
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+    uneven = Recipe(rows=UNEVEN, uneven=True)
+    uneven.train(epochs=3)
+    for name, value in uneven.weights().items():
+        assert torch.equal(last[name], other_last[name])
+        torch.testing.assert_close(last[name], value, rtol=1e-4, atol=1e-6)
     assert scores.flatten().tolist() == [1, 1, 2, 2]
     assert grad.flatten().tolist() == [4, 4]  # both processes computed a loss with our rows
     assert not graph  # what Accelerate gathers has no gradient

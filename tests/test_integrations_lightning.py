@@ -273,7 +273,7 @@ def ddp(rank, folder):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    one = Ranking(network())
+    one = Ranking(network(group="world"))
     trainer(tmp_path, BackdropCallback(partial(LinearP, start=0.0, steps=8))).fit(one, loader())
     (seen, state, logged), (other_seen, other_state, _) = processes.run(ddp, 2, str(tmp_path))
     assert seen == other_seen == one.seen

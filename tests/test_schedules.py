@@ -121,3 +121,14 @@ def test_a_schedule_of_ones_own():
     assert current(network) == [0.0, 0.0]
     schedule.step()
     assert current(network) == pytest.approx([0.6, 0.9])
+
+
+def test_a_refused_state_leaves_everything_as_it_was():
+    layers = [Backdrop(0.5), Backdrop(0.9)]
+    schedule = LinearP(layers, steps=4)
+    schedule.step()
+    before = schedule.state_dict(), [layer.p for layer in layers]
+    for change in ({"steps": 0}, {"end": 7.0, "last_step": 4}, {"own_p": [0.5, "x"], "start": None}):
+        with pytest.raises(ValueError, match="state_dict has to be as LinearP saved it"):
+            schedule.load_state_dict(schedule.state_dict() | change)
+        assert (schedule.state_dict(), [layer.p for layer in layers]) == before

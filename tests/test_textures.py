@@ -385,3 +385,21 @@ def test_a_picture_of_a_curve_or_a_volume(size):
     pytest.importorskip("matplotlib")
     figure = textures.plot(Texture(SquaredExponential(3)), size)
     assert len(figure.axes) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("combine", ["sum", "product", "convolve"])
+def test_a_periodic_field_that_does_not_change_is_refused(dtype, combine):
+    """It would be nothing but rounding errors, or 0 / 0."""
+    for kernels in ([SquaredExponential(80)], [SquaredExponential(2), SquaredExponential(80)]):
+        texture = Texture(kernels, combine=combine)
+        with pytest.raises(
+            ValueError, match=r"a periodic field of a length near its size hardly changes.* on 8 x 8 pix"
+        ):
+            texture.sample(1, 8, seed=0, periodic=True, dtype=dtype)
+        assert texture.sample(1, 8, seed=0, dtype=dtype).isfinite().all()
+        assert Texture(kernels, combine=combine, normalise=False).sample(1, 8, seed=0, periodic=True).isfinite().all()
+    near = Texture([SquaredExponential(4)], combine=combine).sample(1, 8, seed=0, periodic=True, dtype=dtype)
+    assert near.std(correction=0).item() == pytest.approx(1, rel=1e-5)
+    # Along one axis it changes, along the other it does not.
+    assert Texture([SquaredExponential(8)]).sample(1, (8, 64), seed=0, periodic=True, dtype=dtype).isfinite().all()

@@ -187,7 +187,8 @@ def check_crop(crop: int | Sequence[int], size: tuple[int, ...]) -> tuple[int, .
 def check_scale_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * count
-    if isinstance(weights, (str, numbers.Real)) or not all(isinstance(weight, numbers.Real) for weight in weights):
+    real = isinstance(weights, Iterable) and all(isinstance(weight, numbers.Real) for weight in weights)
+    if isinstance(weights, str) or not real:
         raise TypeError(f"weights has to be a sequence of numbers, one per kernel, but got {weights!r}")
     if len(weights) != count:
         raise ValueError(f"weights has to have one number for each of the {count} kernels, but got {tuple(weights)}")

@@ -29,7 +29,12 @@ class Lattice(NamedTuple):
 def make_lattice(shape: Sequence[int], dims: Dims, patch: Patch) -> Lattice:
     axes = check_dims(dims, len(shape))
     grouped = [axis for axis in axes if axis != 0]
-    sizes = dict.fromkeys(axes, 1) | dict(zip(grouped, check_patch(patch, len(grouped), dims), strict=True))
+    # A patch is at most the axis: what is cut away would take memory, too.
+    fitting = [
+        size if size == 1 else max(1, min(size, shape[axis]))
+        for axis, size in zip(grouped, check_patch(patch, len(grouped), dims), strict=True)
+    ]
+    sizes = dict.fromkeys(axes, 1) | dict(zip(grouped, fitting, strict=True))
     units = tuple(-(-size // sizes[axis]) if axis in sizes else 1 for axis, size in enumerate(shape))
     groups = units[0] if 0 in axes and grouped else 1
     size = math.prod(units[1:]) if 0 in axes and grouped else math.prod(units)

@@ -99,6 +99,14 @@ class Field:
         self._rows: Tensor | None = None
         self._cache: dict[int, Tensor] = {}
 
+    def changes(self) -> list[float]:
+        """For each axis, the eigenvalue of the slowest wave along it over that of the constant."""
+        first = torch.tensor([0, 1])
+        factors = [self._factors(axis, first) for axis in range(len(self.torus))]
+        constant = math.prod((factor[:, 0] for factor in factors), start=self.weights)
+        waves = (constant * factor[:, 1] / factor[:, 0] for factor in factors)
+        return [float(wave.nan_to_num(0.0).sum() / constant.sum()) for wave in waves]
+
     @property
     def bytes(self) -> int:
         """What drawing one field needs at most, beside the field."""

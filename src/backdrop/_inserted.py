@@ -53,11 +53,18 @@ def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
     """One mask for all of several tensors."""
     if len(tensors) == 1:
         return [Backdrop.forward(mask, tensors[0])]  # hooks on it, or what a subclass adds, are followed by themselves
-    if not tensors or not mask.training or not any(t.requires_grad for t in tensors) or is_zero(mask.p):
+    if not tensors or not mask.training:
+        return tensors
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    widest = max(tensors, key=lambda t: t.dtype.itemsize)
+    shared = mask.shared_draw(widest, wanted)
+    if shared is not None:
+        return [shared(t) for t in tensors]
+    if not wanted or is_zero(mask.p):
         return tensors
     if mask.choose == "gradient":
         return list(_ChosenTogether.apply(mask, *tensors))  # type: ignore[no-untyped-call]
-    weight = mask.draw_weight(max(tensors, key=lambda t: t.dtype.itemsize)[:, ...])
+    weight = mask.draw_weight(widest[:, ...])
     return [functional.mask_gradient(t, weight.view(-1, *[1] * (t.ndim - 1))) for t in tensors]
 
 

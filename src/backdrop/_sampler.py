@@ -75,12 +75,26 @@ class Sampler:
             )
             for kernel, torus in zip(texture.kernels, toruses, strict=True)
         ]
+        if periodic and texture.normalise:
+            self._check_changes()
         work = max(field.bytes for field in self.fields)
         if self.convolves:
             work += 6 * math.prod(largest) * dtype.itemsize
         elif len(self.fields) > 1:
             work += pixels * dtype.itemsize
         _check_memory(needed + work, kept, self.size, self.device, largest)
+
+    def _check_changes(self) -> None:
+        """That rounding does not hide all that changes: on a torus a long field is as good as constant."""
+        least = (16 * torch.finfo(self.fields[0].dtype).eps) ** 2
+        changes = [field.changes() for field in self.fields]
+        if self.convolves:
+            changes = [[math.prod(along) for along in zip(*changes, strict=True)]]
+        if any(max(each) < least for each in changes):
+            raise ValueError(
+                f"a periodic field of a length near its size hardly changes and cannot be normalised, but got "
+                f"{self.texture} on {' x '.join(map(str, self.size))} pixels; take shorter lengths, or periodic=False"
+            )
 
     def draw(self, seed: int, index: int, out: Tensor) -> None:
         """Sample `index` of the seed, written into `out`."""

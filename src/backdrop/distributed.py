@@ -17,14 +17,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
-__all__ = ["Group", "all_gather"]
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from backdrop._shared import SharedDraw
+
+__all__ = ["Group", "Joined", "agree", "all_gather"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,50 +125,73 @@ class _SumOver(torch.autograd.Function):
         return grad * ctx.processes, None
 
 
-class SharedDraw:
-    """What the processes of a group agree on so that each can draw the same mask for all samples by itself.
+def agree(model: nn.Module) -> None:
+    """Let the masks of `model` over many processes agree anew, in their next call: on the seed, the sizes and the step.
 
-    In the first call they exchange seeds and batch sizes; after that nothing, unless batches are uneven.
+    The step is then the largest of all processes. For whoever knows that they went apart, such as an epoch with more
+    batches on some; all processes have to call this at the same place.
+    """
+    for mask in _shared_draws(model):
+        mask.forget()
+
+
+class Joined(Joinable):
+    """DistributedDataParallel for torch's `Join`, with masks over all processes in it: `Join([Joined(model)])`.
+
+    Where some processes have fewer batches, `Join` has them take part in the communication of the others until all are
+    done. This does so for masks: their steps go on, and with `uneven=True` they count with no samples. While it is open
+    sizes are exchanged through the key-value store of the group.
+
+    Args:
+        model: the DistributedDataParallel whose module holds the masks.
     """
 
-    def __init__(self, group: Group, uneven: bool) -> None:
-        self.group, self.uneven = group, uneven
-        self.agreed: tuple[dist.ProcessGroup, torch.Generator] | None = None
+    def __init__(self, model: DistributedDataParallel) -> None:
+        if not isinstance(model, Joinable):
+            raise TypeError(f"model has to be a DistributedDataParallel, but got {type(model).__name__}")
+        self.model = model
+        super().__init__()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedDraw:
-        return SharedDraw(self.group, self.uneven)
+    @property
+    def _join_config(self) -> Any:
+        return self.model._join_config  # which the model looks at
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "uneven": self.uneven, "agreed": None}
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.model._join_config = config
 
-    @not_compiled
-    def agree(
-        self, rows: int, generator: torch.Generator | None, device: torch.device
-    ) -> tuple[torch.Generator | None, int, int]:
-        """The generator to draw with, the number of samples of all processes, and how many come before ours."""
-        processes = resolve(self.group)
-        if processes is None:
-            return generator, rows, 0
-        first_time = self.agreed is None or self.agreed[0] is not processes or self.agreed[1].device != device
-        sizes = [rows] * processes.size()
-        if first_time or self.uneven:
-            own = int(torch.randint(2**62, ()).item()) if generator is None else generator.initial_seed() % 2**63
-            seeds, sizes = map(list, zip(*exchange([own, rows], processes, device), strict=True))
-            if generator is not None and len(set(seeds)) > 1:
-                raise ValueError(
-                    "generator has to be seeded alike on all processes of the group, so that they draw one mask, but "
-                    f"got the seeds {', '.join(map(str, seeds))}"
-                )
-            if not self.uneven and len(set(sizes)) > 1:
-                raise ValueError(
-                    f"the batches of the processes have the sizes {', '.join(map(str, sizes))}; with uneven=True they "
-                    "are exchanged in every step"
-                )
-            if first_time:
-                self.agreed = processes, torch.Generator(device).manual_seed(seeds[0])
-        assert self.agreed is not None
-        shared = self.agreed[1] if generator is None else generator
-        return shared, sum(sizes), sum(sizes[: processes.rank()])
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _JoinedHook(_shared_draws(self.model), self.model.join_hook(**kwargs))  # type: ignore[no-untyped-call]
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.model.join_device  # type: ignore[no-any-return]
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.model.join_process_group
+
+
+class _JoinedHook(JoinHook):
+    def __init__(self, masks: list[SharedDraw], inner: JoinHook) -> None:
+        self.masks, self.inner = masks, inner
+        for mask in masks:
+            mask.joining = True
+
+    def main_hook(self) -> None:
+        for mask in self.masks:  # first, because what follows waits for the others
+            mask.absent()
+        self.inner.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        for mask in self.masks:
+            mask.joining = False
+        self.inner.post_hook(is_last_joiner)
+
+
+def _shared_draws(model: nn.Module) -> list[SharedDraw]:
+    found = [getattr(module, "_across", None) for module in model.modules()]
+    return [mask for mask in found if mask is not None and resolve(mask.group) is not None]
 
 
 def resolve(group: Group) -> dist.ProcessGroup | None:

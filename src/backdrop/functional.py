@@ -21,6 +21,7 @@ tensor([2., 0., 2., 0.])
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from backdrop._checks import (
     Scale,
     check_choose,
     check_differentiable,
+    check_generator,
     check_p,
     check_scale,
     check_shape,
@@ -46,6 +48,7 @@ from backdrop._draw import Lattice, draw_units, is_zero, make_lattice, spread
 __all__ = ["backdrop", "choose_weight", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
 PART = 2**18  # elements that are multiplied at a time where dtypes are mixed on a CPU
+_told_of_overflow = False
 
 
 def backdrop(
@@ -72,7 +75,7 @@ def backdrop(
             `x`; on a GPU its value is not checked here, because reading it would stall the GPU.
         dims: axes along which units are drawn independently; all other axes share the draw.
         patch: positions per unit along the masked axes other than 0: one number, or one per such axis in the
-            order of `dims`. A last patch that does not fit is smaller.
+            order of `dims`. A last patch that does not fit is smaller, and so is one that is longer than its axis.
         exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units instead of a random number.
         scale: what kept gradients are multiplied by: "count" N/|b| (Eq. 2, unbiased), "eq1" (1-p) N/|b|
             (Eq. 1 as printed), "probability" 1/(1-p), or None for 1.
@@ -343,12 +346,28 @@ def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
         return product
     if torch.result_type(grad, weight) == grad.dtype:
         return grad * weight
-    plain = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-    if plain or not grad.is_cpu or grad.numel() <= PART:
-        return grad.clone().mul_(weight)
-    product = torch.empty_like(grad)
-    _multiply_in_parts(product, grad, weight)
+    transforms = torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() or transforms or not grad.is_cpu or grad.numel() <= PART:
+        product = grad.clone().mul_(weight)
+    else:
+        product = torch.empty_like(grad)
+        _multiply_in_parts(product, grad, weight)
+    if grad.dtype == torch.float16 and grad.is_cpu and not transforms:
+        _tell_of_overflow(product, grad)
     return product
+
+
+def _tell_of_overflow(product: Tensor, grad: Tensor) -> None:
+    """Once, and on a CPU alone: a GPU would have to be waited for."""
+    global _told_of_overflow
+    if _told_of_overflow or not bool((product.detach().isinf() & grad.detach().isfinite()).any()):
+        return
+    _told_of_overflow = True
+    warnings.warn(
+        "a gradient in float16 times the weight of its unit is larger than 65,504 and became infinite; use bfloat16, a "
+        "smaller loss scale, a smaller p, or scale=None (this is said once)",
+        stacklevel=2,
+    )
 
 
 def _multiply_in_parts(product: Tensor, grad: Tensor, weight: Tensor) -> None:
@@ -364,6 +383,7 @@ def _multiply_in_parts(product: Tensor, grad: Tensor, weight: Tensor) -> None:
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:
+    check_generator(generator)
     if device is not None:
         return torch.device(device)
     return torch.get_default_device() if generator is None else generator.device

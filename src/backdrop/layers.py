@@ -31,12 +31,14 @@ from backdrop._checks import (
     check_differentiable,
     check_dims,
     check_generator,
+    check_int,
     check_p,
     check_patch,
     check_scale,
 )
 from backdrop._draw import is_zero
-from backdrop.distributed import Group, SharedDraw, check_group, resolve
+from backdrop._shared import Draw, Settings, SharedDraw
+from backdrop.distributed import Group, check_group, not_compiled, resolve
 
 __all__ = ["Backdrop", "Backdrop1d", "Backdrop2d", "Backdrop3d"]
 
@@ -62,7 +64,8 @@ class Backdrop(nn.Module):
         floor: with choose="gradient", the share of the choice that stays uniform.
         generator: source of randomness instead of the device's default generator.
         group: processes that draw one mask over all their samples: one count N/|b|, never empty as a whole. A process
-            group, or "world". They agree on a seed in the first call; a generator has to be seeded alike on all.
+            group, or "world". They agree on a seed in the first call; a generator has to be seeded alike on all. The
+            mask is then a function of the seed and of `step`.
         uneven: batches may differ in size between the processes of the group; then their sizes are exchanged in every
             step.
 
@@ -139,6 +142,22 @@ class Backdrop(nn.Module):
         """The processes that draw one mask, if there are several."""
         return None if self._across is None else self._across.group
 
+    @group.setter
+    def group(self, group: Group) -> None:
+        check_group(group)
+        self._across = None if group is None else SharedDraw(group, self._across is not None and self._across.uneven)
+
+    @property
+    def step(self) -> int:
+        """With `group`: how many steps of the mask are done. Assign what it was, on all processes, to resume."""
+        return 0 if self._across is None else self._across.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if self._across is None:
+            raise ValueError("step is for masks over many processes, but this one has no group; make it with group=")
+        self._across.step = check_int("step", step, 0)
+
     @property
     def p(self) -> Probability:
         """Probability that a unit's gradient is dropped; checked when it is assigned."""
@@ -160,7 +179,9 @@ class Backdrop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if _marks.CAPTURING and torch.compiler.is_compiling():
             return _marks.mark(x, self._number)
-        if self._weighs_itself or (self._across is not None and resolve(self._across.group) is not None):
+        if self._across is not None and (self.generator is not None or resolve(self._across.group) is not None):
+            return self._forward_shared(x)
+        if self._weighs_itself:
             check_differentiable(x)
             wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)
             return functional.mask_gradient(x, self.draw_weight(x)) if wanted else x
@@ -177,28 +198,62 @@ class Backdrop(nn.Module):
             generator=self.generator,
         )
 
+    @not_compiled
+    def _forward_shared(self, x: Tensor) -> Tensor:
+        check_differentiable(x)
+        check_dims(self.dims, x.ndim)
+        wanted = self.training and functional._wants_gradient(x)
+        transforms = torch._C._are_functorch_transforms_active()
+        mask = None if transforms else self.shared_draw(x, wanted)
+        if mask is not None:
+            return mask(x)
+        return functional.mask_gradient(x, self.draw_weight(x)) if wanted and not is_zero(self._p) else x
+
+    def shared_draw(self, x: Tensor, wanted: bool) -> Draw | None:
+        """The mask of a call over many processes, to be drawn in backward; None where there is none of the kind."""
+        if self._across is None or self._across.is_natural(x, self.generator) or not self.training:
+            return None
+        if not wanted:
+            self._across.pass_by()
+            return None
+        return self._across.plan(x, self._settings(), self.generator)
+
+    def _settings(self) -> Settings:
+        return Settings(self._p, self.dims, self.patch, self.exact, self.scale)
+
     def draw_weight(self, x: Tensor) -> Tensor:
         """Draw what the gradient of `x` would be multiplied by; the same random numbers as a call uses."""
         if self.choose == "gradient":
             raise RuntimeError("choose='gradient' chooses by the gradient that arrives: use choose_weight(grad)")
-        shape, generator, first, rows = tuple(x.shape), self.generator, 0, None
+        if self._across is not None and (self.generator is not None or resolve(self._across.group) is not None):
+            return self._draw_shared(x)
+        return self._draw_natural(x)
+
+    @not_compiled
+    def _draw_shared(self, x: Tensor) -> Tensor:
+        assert self._across is not None
+        if self._across.is_natural(x, self.generator):
+            return self._draw_natural(x)
+        return self._across.plan(x, self._settings(), self.generator).weight
+
+    def weight_is_used(self) -> None:
+        """Say that a weight which was drawn in forward is used in backward, for the first time."""
         if self._across is not None:
-            rows = len(x) if 0 in check_dims(self.dims, x.ndim) else None
-            generator, total, first = self._across.agree(rows or 0, generator, x.device)
-            shape = shape if rows is None else (total, *shape[1:])
+            self._across.used()
+
+    def _draw_natural(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
-        weight = functional.draw_weight(
-            shape,
+        return functional.draw_weight(
+            tuple(x.shape),
             self._p,
             self.dims,
             patch=self.patch,
             exact=self.exact,
             scale=self.scale,
-            generator=generator,
+            generator=self.generator,
             device=x.device,
             dtype=dtype,
         )
-        return weight if rows is None else weight.narrow(0, first, rows)
 
     def choose_weight(self, grad: Tensor) -> Tensor:
         """Draw what this gradient is multiplied by where units are chosen by it."""
@@ -292,6 +347,7 @@ class _SpatialBackdrop(Backdrop):
         return super().choose_weight(grad)
 
     def _check_rank(self, x: Tensor) -> None:
+        check_differentiable(x)
         if x.ndim != 2 + len(self._spatial):
             expected = ", ".join(("N", "C", *self._spatial))
             raise ValueError(f"{type(self).__name__} expects input ({expected}), but got shape {tuple(x.shape)}")

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from backdrop._checks import check_p
+from backdrop._checks import check_int, check_p
 from backdrop.layers import Backdrop
 
 __all__ = ["ConstantP", "CosineP", "LambdaP", "LinearP", "Schedule", "StepP"]
@@ -41,6 +41,8 @@ class Schedule(ABC):
         if isinstance(target, nn.Module):
             layers = [module for module in target.modules() if isinstance(module, Backdrop)]
         else:
+            if not isinstance(target, Iterable) or isinstance(target, str):
+                raise TypeError(f"target has to be a model or several Backdrop layers, but got {type(target).__name__}")
             layers = list(target)
         for layer in layers:
             if not isinstance(layer, Backdrop):
@@ -74,13 +76,22 @@ class Schedule(ABC):
                 f"state_dict has to come from a {type(self).__name__}, with the keys {sorted(self.state_dict())}, "
                 f"but got {sorted(state_dict)}"
             )
-        if len(state_dict["own_p"]) != len(self.layers):
+        own_p, step = state_dict["own_p"], state_dict["last_step"]
+        if not isinstance(own_p, list) or len(own_p) != len(self.layers):
+            count = len(own_p) if isinstance(own_p, list) else repr(own_p)
             raise ValueError(
-                f"state_dict has to be for {len(self.layers)} layers, but got one for {len(state_dict['own_p'])}; "
+                f"state_dict has to be for {len(self.layers)} layers, but got one for {count}; "
                 "build the schedule on the model it was saved with"
             )
-        self.__dict__.update(state_dict)
-        self._set(self.last_step)
+        check_int("last_step", step, 0)
+        before = dict(self.__dict__)
+        try:
+            self.__dict__.update(state_dict)
+            self._set(step)
+        except Exception as error:  # whatever is wrong with it, nothing of it stays
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise ValueError(f"state_dict has to be as {type(self).__name__} saved it, but: {error}") from error
 
     def _set(self, step: int) -> None:
         values = [float(check_p(self.p_at(step, own))) for own in self.own_p]
@@ -143,6 +154,10 @@ class StepP(Schedule):
     """
 
     def __init__(self, target: nn.Module | Iterable[Backdrop], milestones: Mapping[int, float]) -> None:
+        if not isinstance(milestones, Mapping):
+            raise TypeError(
+                f"milestones has to map steps to p, such as {{2: 0.9}}, but got {type(milestones).__name__}"
+            )
         for step in milestones:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"milestones has to map steps of at least 0 to p, but got the step {step!r}")

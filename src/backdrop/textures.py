@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from backdrop._checks import check_crop, check_int, check_scale_weights, check_size
+from backdrop._checks import check_crop, check_int, check_positive, check_scale_weights, check_size
 from backdrop._covariance import Kernel, Matern, SquaredExponential, patchwork_length
 from backdrop._sampler import Sampler
 
@@ -93,8 +93,12 @@ class Texture:
             combine: as for `Texture`.
             patchwork: take the lengths for those of the authors' program (see `patchwork_length`).
         """
-        if not groups or not all(groups):
+        if not isinstance(groups, Sequence) or not all(
+            isinstance(group, Sequence) and group for group in groups or [()]
+        ):
             raise ValueError(f"groups has to hold one or more groups of one or more lengths, but got {groups!r}")
+        for length in itertools.chain(*groups):
+            check_positive("length", length)
         effective = patchwork_length if patchwork else float
         lengths = [[SquaredExponential(effective(length)) for length in group] for group in groups]
         return [cls(choice[::-1], weights, combine) for choice in itertools.product(*lengths[::-1])]
@@ -187,6 +191,8 @@ class TextureDataset(Dataset[tuple[Tensor, int]]):
         dtype: torch.dtype = torch.float32,
         progress: Progress | None = None,
     ) -> None:
+        if not isinstance(classes, Iterable):
+            raise TypeError(f"classes has to be a sequence of Textures, but got {type(classes).__name__}")
         self.classes = tuple(classes)
         if not self.classes or not all(isinstance(texture, Texture) for texture in self.classes):
             raise TypeError(f"classes has to hold at least one Texture, but got {classes!r}")

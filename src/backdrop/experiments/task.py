@@ -223,10 +223,10 @@ def trial_key(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def find_preset(task: type[Task], name: str) -> Preset:
-    if name not in task.presets:
+    if not isinstance(name, str) or name not in task.presets:
         raise ValueError(
             f"preset has to be one of {', '.join(task.presets)} for {task.name}, but got {name!r}"
-            f"{parsing.nearest(name, task.presets)}"
+            f"{parsing.nearest(str(name), task.presets)}"
         )
     return task.presets[name]
 

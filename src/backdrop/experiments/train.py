@@ -182,10 +182,14 @@ class _Training:
         skips = any(isinstance(m, Skip) or hasattr(m, "skip_report") for m in model.modules())
         compiled = options.compile and not skips
         alone = compiled and fabric.world_size == 1  # with generators, a network would be compiled in pieces
+        one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
         for i, layer in enumerate(layers):
             if layer.group is not None and not alone:  # one mask over all processes: a generator that all of them have
+                if one_gpu:  # where it draws by itself, so that steps can be recorded
+                    layer.group = None
                 layer.generator = torch.Generator(fabric.device).manual_seed(_seed(s.seed, "masks", i))
                 self.generators.append(layer.generator)
+        self.shared = [layer for layer in layers if layer.group is not None]
         # Channels last is up to twice as fast for convolutions, on a CPU and on a GPU.
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         self.format = formats.get(self.train.inputs.ndim, torch.contiguous_format)
@@ -348,6 +352,7 @@ class _Training:
             "p_schedule": self.p_schedule and self.p_schedule.state_dict(),
             "rng": ranks,
             "generators": [generator.get_state() for generator in self.generators],
+            "mask steps": [layer.step for layer in self.shared],
             "curve": self.curve,
             "seconds": self.seconds,
         }
@@ -368,6 +373,8 @@ class _Training:
             self.p_schedule.load_state_dict(state["p_schedule"])
         for generator, value in zip(self.generators, state["generators"], strict=False):  # none if it was compiled
             generator.set_state(value)
+        for layer, step in zip(self.shared, state.get("mask steps", ()), strict=False):
+            layer.step = step
         cpu, *cuda = state["rng"][self.fabric.global_rank]
         torch.set_rng_state(cpu)
         if cuda and self.fabric.device.type == "cuda":

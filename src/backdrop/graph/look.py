@@ -148,7 +148,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_input_shape(input_shape: Sequence[int]) -> list[int]:
-    if isinstance(input_shape, (str, int)) or len(input_shape) < 2:
+    if isinstance(input_shape, str) or not hasattr(input_shape, "__len__") or len(input_shape) < 2:
         raise ValueError(
             "input_shape has to be the shape of a batch, (samples, channels, positions...), such as (1, 3, 224, 224), "
             f"but got {input_shape!r}"

@@ -113,7 +113,7 @@ class Positions:
         units = self.lattice.units()
         patch = self.mask.patch
         own = (patch,) * len(self.demand.step) if isinstance(patch, int) else tuple(patch)
-        times = math.prod(step / size for step, size in zip(self.demand.step, own, strict=True))
+        times = math.prod(max(1.0, step / size) for step, size in zip(self.demand.step, own, strict=True))
         return max(1.0, units * (1 - p**times))
 
     def memory(self, p: float) -> tuple[float, float]:
@@ -221,6 +221,7 @@ class Run:
     kept: Kept | None = None
     seen: dict[Any, Any] = field(default_factory=dict)  # statistics, means and whole values of the forward pass
     autocast: list[dict[str, Any]] = field(default_factory=list)
+    used: bool = False
 
     def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         given = iter(tensors)
@@ -401,6 +402,9 @@ class Run:
             worth = f", chosen by gradients worth {effective:.3g} equal ones"
         weight = self.weight
         assert self.kept is not None
+        if not self.used:
+            self.used = True
+            plan.mask.weight_is_used()
         windows = find_windows(plan.lattice, self.kept, weight, grad)
         self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again{worth}"
         values = self.entries(tensors)

@@ -185,7 +185,7 @@ class Samples:
         return Split(index, order[kept:], [drawn[mask].index_select(0, index) for mask in self.masks])
 
     def _draw(self, mask: Backdrop, device: torch.device) -> Tensor:
-        if not mask.training or is_zero(mask.p):
+        if not mask.training or (is_zero(mask.p) and mask.group is None):
             return torch.ones(self.number, device=device, dtype=torch.float64)
         (dim,) = (mask.dims,) if isinstance(mask.dims, int) else mask.dims
         axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
@@ -227,7 +227,7 @@ class Samples:
         outputs = self.program(self._take(values, split.kept, split.known), len(split.kept))
         with torch.no_grad():
             self._place(merged, outputs, split.kept)
-        return _merge(outputs, merged, split)
+        return _merge(outputs, merged, split, self.masks)
 
     def _together(self, values: Sequence[Any], split: Split, parts: int) -> list[Tensor]:
         """All parts call by call, because calls with batch statistics need them all; the kept ones have gradients.
@@ -244,7 +244,7 @@ class Samples:
             if torch.is_autocast_enabled("cpu"):
                 torch.clear_autocast_cache()  # of weights that were cast without gradients
             again = self.kept_again(self._take(values, split.kept), len(split.kept), seen)
-            return _merge(again, whole, split)
+            return _merge(again, whole, split, self.masks)
         rows = [split.kept, *self._parts(split.rest, parts)]
         taken = []
         for i, each in enumerate(rows):
@@ -255,7 +255,7 @@ class Samples:
         with torch.no_grad():
             for each, output in zip(rows, outputs, strict=True):
                 self._place(merged, output, each)
-        return _merge(outputs[0], merged, split)
+        return _merge(outputs[0], merged, split, self.masks)
 
     def _later(self, run: Run, values: Sequence[Any]) -> list[Tensor]:
         """Nobody keeps gradients in the forward pass; the backward pass runs samples again, part by part."""
@@ -324,11 +324,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def _merge(outputs: Sequence[Tensor], merged: Sequence[Tensor], split: Split) -> list[Tensor]:
+def _merge(
+    outputs: Sequence[Tensor], merged: Sequence[Tensor], split: Split, masks: Sequence[Backdrop]
+) -> list[Tensor]:
     """The tensors for all samples, with the gradients of the kept ones."""
     return [
-        _Merge.apply(leaf, [whole], split.kept, weight) if leaf.requires_grad else whole  # type: ignore[no-untyped-call]
-        for leaf, whole, weight in zip(outputs, merged, split.weights, strict=True)
+        _Merge.apply(leaf, [whole], split.kept, weight, mask) if leaf.requires_grad else whole  # type: ignore[no-untyped-call]
+        for leaf, whole, weight, mask in zip(outputs, merged, split.weights, masks, strict=True)
     ]
 
 
@@ -342,13 +344,16 @@ class _Merge(torch.autograd.Function):
     """Forward: the values for all samples. Backward: the masked gradient of the kept ones."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, whole: list[Tensor], rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.rows, ctx.weight = rows, weight
+    def forward(ctx: Any, kept: Tensor, whole: list[Tensor], rows: Tensor, weight: Tensor, mask: Backdrop) -> Tensor:
+        ctx.rows, ctx.weight, ctx.mask = rows, weight, mask
         return whole.pop()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _weighted(grad.index_select(0, ctx.rows), ctx.weight), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if ctx.mask is not None:
+            ctx.mask.weight_is_used()
+            ctx.mask = None
+        return _weighted(grad.index_select(0, ctx.rows), ctx.weight), None, None, None, None
 
 
 @dataclass
@@ -364,6 +369,7 @@ class Run:
     autocast: list[dict[str, Any]] = field(default_factory=list)
     drawn: dict[Backdrop, Tensor] = field(default_factory=dict)  # by masks that do not choose, beside those that do
     seen: Any = None  # batch statistics
+    used: bool = False
 
     def entries(self, tensors: Sequence[Tensor]) -> list[Any]:
         given = iter(tensors)
@@ -425,6 +431,10 @@ class Run:
         self, grads: Sequence[Tensor | None], tensors: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         samples, device = self.samples, tensors[0].device
+        if not self.used:
+            self.used = True
+            for mask in set(samples.masks):
+                mask.weight_is_used()
         result: list[Tensor | None] = [None] * len(tensors)
         if all(grad is None for grad in grads):
             return result

@@ -1,0 +1,59 @@
+"""The search for new examples that fail: that it runs, and that it would find something."""
+
+import functools
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fuzz
+from backdrop import Backdrop, functional
+
+SCRIPT = Path(__file__).parent / "fuzz.py"
+
+
+def raised(call):
+    with pytest.raises(Exception) as error:  # noqa: PT011  # of any kind
+        call()
+    return error.value
+
+
+def test_errors_of_ours_are_told_from_others():
+    assert fuzz.is_ours(raised(lambda: Backdrop(2)))
+    assert fuzz.is_ours(raised(lambda: functional.draw_mask((3,), 0.5, generator=3)))
+    assert not fuzz.is_ours(raised(lambda: functional._multiply(torch.ones(2), torch.ones(3))))  # torch's own
+    assert not fuzz.is_ours(raised(lambda: int("x")))
+    assert not fuzz.is_ours(raised(lambda: {}[3]))
+
+
+def test_a_fault_is_found_and_found_again(monkeypatch):
+    """Masks that drop everything, now and then."""
+    monkeypatch.setattr(functional, "draw_units", functools.partial(broken, functional.draw_units))
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(signal, "setitimer", lambda kind, seconds: None)
+    monkeypatch.setattr(fuzz, "TARGETS", {fuzz.functions: 1})
+    found = [number for number in range(300) if fuzz.try_one(5, number)[2] is not None]
+    assert found
+    _, _, error = fuzz.try_one(5, found[0])
+    assert isinstance(error, fuzz.WrongError)
+
+
+def broken(original, *args):
+    units = original(*args)
+    return units * 0 if random.Random(units.numel()).random() < 0.3 else units
+
+
+def test_it_runs_with_new_examples_each_time():
+    runs = [
+        subprocess.run([sys.executable, SCRIPT, *more], capture_output=True, text=True)
+        for more in (["--examples", "0"], ["--examples", "0"], ["--examples", "40", "--seed", "11"])
+    ]
+    assert [run.returncode for run in runs] == [0, 0, 0], runs[2].stdout[-2000:] + runs[2].stderr[-2000:]
+    seeds = [re.match(r"seed (\d+)\n", run.stdout)[1] for run in runs]
+    assert seeds[0] != seeds[1]
+    assert "40 examples with the seed 11: 0 failures" in runs[2].stdout
