@@ -16,6 +16,12 @@ from memory import Peak
 FORMS = ["softmax", "sigmoid"]
 
 
+@pytest.fixture(autouse=True)
+def _in_tiles(monkeypatch):
+    """Batches as small as these, too."""
+    monkeypatch.setattr(contrastive, "SMALL", 0)
+
+
 def pairs(n=30, d=5, dtype=torch.float64):
     return [torch.randn(n, d, dtype=dtype).requires_grad_() for _ in range(2)]
 
@@ -266,6 +272,28 @@ def test_nan_is_not_hidden(form):
     assert loss.isnan()
     loss.backward()
     assert a.grad.isnan().any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("temperature", [0.6, 0.01])
+def test_small_batches(form, dtype, temperature, monkeypatch):
+    """The whole matrix, up to a number of pairs, gives what tiles give."""
+    a, b = pairs(20, dtype=dtype)
+    scale = torch.tensor(temperature, requires_grad=True)
+    more = {"bias": torch.tensor(-0.4, requires_grad=True)} if form == "sigmoid" else {}
+    values = []
+    for small in (400, 399):
+        monkeypatch.setattr(contrastive, "SMALL", small)
+        values.append(contrastive_loss(a, b, temperature=scale, form=form, **more))
+        assert values[-1].dtype == dtype
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(*values, rtol=close, atol=0)
+    for x, y in zip(*(torch.autograd.grad(value, (a, b, scale, *more.values())) for value in values), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=max(close, 1e-6 * (x.dtype != dtype)) * y.abs().max().item())
+    monkeypatch.setattr(contrastive, "SMALL", 400)
+    halves = contrastive_loss(a.half(), b.half(), temperature=scale, form=form, **more)
+    assert halves.dtype == torch.float32
 
 
 def test_second_derivatives_are_refused():

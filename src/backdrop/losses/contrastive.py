@@ -31,7 +31,8 @@ from backdrop._once import once
 from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
 
 Form: TypeAlias = Literal["softmax", "sigmoid"]
-TILE = {"cpu": 2**18, "cuda": 2**25}  # pairs in a tile
+SMALL = 2**17  # pairs, up to which their whole matrix is the faster way
+TILE = {"cpu": 2**17, "cuda": 2**25}  # pairs in a tile
 SAFE = 40.0  # exp(40) and exp(-40), and either times the number of pairs, are as precise in float32 as 1
 
 
@@ -76,23 +77,26 @@ def contrastive_loss(
     _check_form(form, bias)
     _check_features(a, b)
     dtype = torch.promote_types(wide(a), wide(b))
-    weights = make_weights(weight, a).to(dtype)
     kinds = None if labels is None else _labels(labels, a)
     scale, shift = _number("temperature", temperature, a), _number("bias", 0.0 if bias is None else bias, a)
+    weights = None
+    if weight is not None:
+        weights = make_weights(weight, a).to(dtype)
+        present = weights > 0
+        legal, whole = torch.stack([((weights >= 0) & weights.isfinite()).all(), present.all()]).tolist()
+        check_weights(legal)
+        if not whole:
+            rows = present.nonzero()[:, 0]
+            a, b, weights = a[rows], b[rows], weights[rows]
+            kinds = None if kinds is None else kinds[rows]
     processes = resolve(group)
-    present = weights > 0
-    facts = [((weights >= 0) & weights.isfinite()).all(), present.all(), scale.detach() >= 1e-30, scale.isfinite()]
-    legal, whole, positive, finite = torch.stack([each.reshape(()) for each in facts]).tolist()
-    check_weights(legal)
-    if not (positive and finite):
-        raise ValueError(f"temperature has to be a finite number of at least 1e-30, but got {scale.item():g}")
-    if not whole:
-        rows = present.nonzero()[:, 0]
-        a, b, weights = a[rows], b[rows], weights[rows]
-        kinds = None if kinds is None else kinds[rows]
     with torch.autocast(a.device.type, enabled=False):
-        own = a.to(dtype) / scale.to(dtype)
-        return _compare(own, b.to(dtype), weights, kinds, form, shift.to(dtype), single_class, processes)
+        a, b = a.to(dtype) / (scale.to(dtype) if isinstance(scale, Tensor) else scale), b.to(dtype)
+        if processes is None and 1 < len(a) ** 2 <= SMALL and kinds is None and weights is None:
+            return _small(a, b, form, shift)
+        weights = a.new_ones(len(a)) if weights is None else weights
+        shift = shift.to(dtype) if isinstance(shift, Tensor) else a.new_tensor(shift)
+        return _compare(a, b, weights, kinds, form, shift, single_class, processes)
 
 
 class ContrastiveLoss(nn.Module):
@@ -145,6 +149,18 @@ class ContrastiveLoss(nn.Module):
         shown += [] if self.single_class == "error" else [f"single_class={self.single_class!r}"]
         shown += [] if self.group is None else [f"group={self.group if isinstance(self.group, str) else '...'}"]
         return ", ".join(shown)
+
+
+def _small(a: Tensor, b: Tensor, form: Form, bias: float | Tensor) -> Tensor:
+    """Without labels and weights, where the whole matrix is the faster way."""
+    s = a @ b.T
+    if form == "softmax":
+        own = torch.arange(len(a), device=a.device)
+        return (nn.functional.cross_entropy(s, own) + nn.functional.cross_entropy(s.T, own)) / 2
+    s = s + bias
+    return nn.functional.softplus(
+        torch.where(torch.eye(len(a), dtype=torch.bool, device=a.device), -s, s), threshold=40
+    ).sum() / len(a)
 
 
 class _Pairs:
@@ -397,19 +413,21 @@ def _labels(labels: Tensor, a: Tensor) -> Tensor:
     return labels.detach().flatten().long()
 
 
-def _number(name: str, value: float | Tensor, like: Tensor) -> Tensor:
-    """A setting as a 0-d tensor, with its graph if it has one."""
+def _number(name: str, value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A setting: a number, or a 0-d tensor with its graph."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise TypeError(
                 f"{name} has to be a number or a floating-point tensor of one, but got shape {tuple(value.shape)} and "
                 f"dtype {value.dtype}"
             )
+        if name == "temperature":
+            check_number(name, value.item())
         return value.reshape(()).to(like.device)
     if name == "temperature":
-        value = check_number(name, value)
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return check_number(name, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} has to be a number, but got {value!r} of type {type(value).__name__}")
-    elif not math.isfinite(value):
+    if not math.isfinite(value):
         raise ValueError(f"{name} has to be finite, but got {value}")
-    return torch.tensor(float(value), dtype=torch.float64, device=like.device)
+    return float(value)
