@@ -67,36 +67,40 @@ def cox_loss(
     if log_hazards.ndim not in (1, 2) or log_hazards.shape[1:] not in ((), (1,)):
         raise ValueError(f"log_hazards has to have the shape (n,) or (n, 1), but got {tuple(log_hazards.shape)}")
     eta = log_hazards.flatten()
-    columns = [_column("times", times, eta), _column("events", events, eta), make_weights(weight, eta).double()]
-    columns.append(torch.full_like(columns[0], -torch.inf) if entry is None else _column("entry", entry, eta))
-    numbers, groups = torch.stack(columns, 1), None if strata is None else _column("strata", strata, eta)
+    time, event = _column("times", times, eta), _column("events", events, eta)
+    start = None if entry is None else _column("entry", entry, eta)
+    groups = None if strata is None else _column("strata", strata, eta)
+    weights = torch.ones_like(time) if weight is None else make_weights(weight, eta).double()
     processes = resolve(group)
     if processes is not None:
-        rows = [eta.double()[:, None], numbers]
-        rows += [] if groups is None else [groups[:, None].view(torch.float64)]  # to the last bit
-        gathered = all_gather(torch.cat(rows, 1), processes, same_loss=True)
-        eta, numbers = gathered[:, 0].to(eta.dtype), gathered[:, 1:5].detach()
-        groups = None if groups is None else gathered[:, 5].detach().contiguous().view(torch.int64)
-    legal, counted = normalise(numbers[:, 2])
-    present = counted > 0
-    facts = torch.stack([legal, present.all(), (present & (numbers[:, 1] == 1)).any()]).tolist()
-    check_weights(facts[0])
-    if not facts[1]:
-        rows_with_weight = present.nonzero()[:, 0]
-        eta, numbers, counted = eta[rows_with_weight], numbers[rows_with_weight], counted[rows_with_weight]
-        groups = None if groups is None else groups[rows_with_weight]
-    begin, time, event = numbers[:, 3], numbers[:, 0], numbers[:, 1]
-    _check_times(time, event, begin)
-    if not facts[2]:
+        columns = [eta.double(), time, event, weights, torch.full_like(time, -torch.inf) if start is None else start]
+        columns += [] if groups is None else [groups.view(torch.float64)]  # to the last bit
+        gathered = all_gather(torch.stack(columns, 1), processes, same_loss=True)
+        eta = gathered[:, 0].to(eta.dtype)
+        time, event, weights, beginning, *more = gathered.detach().t().contiguous()[1:]
+        start = None if start is None else beginning
+        groups = None if groups is None else more[0].view(torch.int64)
+    count, largest = len(eta), None
+    if processes is not None or weight is not None:
+        legal, shares = normalise(weights)
+        present = shares > 0
+        right, whole = torch.stack([legal, present.all()]).tolist()
+        check_weights(right)
+        largest = weights.amax() if count else None
+        rows = slice(None) if whole else present.nonzero()[:, 0]
+        eta, time, event, weights = (x[rows] for x in (eta, time, event, shares))
+        start, groups = (None if x is None else x[rows] for x in (start, groups))
+    some = _check_times(time, event, start)
+    if not some:
         if single_class == "zero":
             return eta[:0].sum(dtype=wide(eta))
         raise ValueError(
-            f"the batch of {len(present)} samples has no event, so there is nothing to compare; take a larger batch, "
+            f"the batch of {count} samples has no event, so there is nothing to compare; take a larger batch, "
             "or let such a batch count as zero with single_class='zero'"
         )
-    risk = _at_risk(time, event == 1, groups, None if entry is None else begin, counted)
+    risk = _at_risk(time, event == 1, groups, start, weights)
     loss: Tensor = _Cox.apply(eta, risk, ties == "efron")  # type: ignore[no-untyped-call]
-    return loss + numbers[:, 2].amax().log().to(loss.dtype)  # the weights are over the largest here
+    return loss if largest is None else loss + largest.log().to(loss.dtype)  # weights are over the largest there
 
 
 class CoxLoss(nn.Module):
@@ -219,14 +223,12 @@ class _Ranges:
     """
 
     def __init__(self, first: Tensor | None, end: Tensor, slots: int) -> None:
-        self.slots, self.members = slots, len(end)
-        self.parts: list[tuple[int, Tensor, Tensor | None, Tensor]] = []  # size of a block, members, first and last
-        some = (end > (0 if first is None else first)).nonzero()[:, 0]
-        last = end[some] - 1
+        self.end, self.slots, self.prefixes = end, slots, first is None
+        self.parts: list[tuple[int, Tensor, Tensor, Tensor]] = []  # size of a block, members, first and last
         if first is None:
-            self.parts.append((slots, some, None, last))
             return
-        first = first[some]
+        some = (end > first).nonzero()[:, 0]
+        first, last = first[some], end[some] - 1
         sizes, order = torch.frexp((first ^ last).double()).exponent.sort(stable=True)
         kinds, counts = torch.unique_consecutive(sizes, return_counts=True)
         for kind, rows in zip(kinds.tolist(), torch.split(order, counts.tolist()), strict=True):
@@ -235,12 +237,13 @@ class _Ranges:
     def sum_over_members(self, x: Tensor) -> Tensor:
         """For each slot, log of the sum of exp(x) of those whose range holds it."""
         y, numbers, top = _terms(x)
+        if self.prefixes:
+            total = numbers.from_the_end(numbers.sums(y, self.end, self.slots + 1)[1:])
+            return numbers.log(total) + top
         total = y.new_full((self.slots,), numbers.zero)
         for block, members, first, last in self.parts:
             ours = y[members]
-            if first is None:
-                found = numbers.from_the_end(numbers.sums(ours, last, self.slots))
-            elif block == 0:
+            if block == 0:
                 found = numbers.sums(ours, last, self.slots)
             else:
                 padded = -(-self.slots // (2 * block)) * 2 * block
@@ -253,11 +256,12 @@ class _Ranges:
     def sum_over_slots(self, x: Tensor) -> Tensor:
         """For each member, log of the sum of exp(x) of the slots in its range."""
         y, numbers, top = _terms(x)
-        total = y.new_full((self.members,), numbers.zero)
+        if self.prefixes:
+            sums = nn.functional.pad(numbers.cumulate(y, -1), (1, 0), value=numbers.zero)
+            return (numbers.log(sums) + top)[self.end]
+        total = y.new_full((len(self.end),), numbers.zero)
         for block, members, first, last in self.parts:
-            if first is None:
-                total[members] = numbers.cumulate(y, -1)[last]
-            elif block == 0:
+            if block == 0:
                 total[members] = y[last]
             else:
                 padding = -self.slots % (2 * block)
@@ -323,20 +327,22 @@ def _check_ties(ties: Ties) -> None:
         raise ValueError(f"ties has to be 'efron' or 'breslow', but got {ties!r}")
 
 
-def _check_times(times: Tensor, events: Tensor, entry: Tensor) -> None:
-    """Of those that count."""
-    numbers, right, later = torch.stack(
-        [~(times.isnan() | entry.isnan()).any(), ((events == 0) | (events == 1)).all(), (entry < times).all()]
-    ).tolist()
-    if not numbers:
+def _check_times(times: Tensor, events: Tensor, entry: Tensor | None) -> bool:
+    """Whether there are events among those that count."""
+    happened = events == 1
+    right, later = happened | (events == 0), times == times if entry is None else entry < times  # so not NaN either
+    fine, some = torch.stack([(right & later).all(), happened.any()]).tolist()
+    if fine:
+        return bool(some)
+    if not right.all():
+        raise ValueError(f"events has to hold 0 and 1, but got {torch.unique(events)[:10].tolist()}")
+    if times.isnan().any() or (entry is not None and entry.isnan().any()):
         raise ValueError(
             "times and entry have to hold numbers, but got NaN; give samples that shall not count weight 0"
         )
-    if not right:
-        raise ValueError(f"events has to hold 0 and 1, but got {torch.unique(events)[:10].tolist()}")
-    if not later:
-        worst = (entry >= times).nonzero()[0, 0]
-        raise ValueError(
-            "entry has to be below times, or the sample is never at risk, but got "
-            f"entry {entry[worst].item():g} and time {times[worst].item():g}"
-        )
+    assert entry is not None
+    worst = (~later).nonzero()[0, 0]
+    raise ValueError(
+        "entry has to be below times, or the sample is never at risk, but got "
+        f"entry {entry[worst].item():g} and time {times[worst].item():g}"
+    )
