@@ -331,6 +331,7 @@ WRONG = {
 WRONG_KINDS = {
     "log_hazards has to be a floating-point tensor": {"log_hazards": torch.zeros(3, dtype=torch.long)},
     "times has to be a tensor of real numbers, but got list": {"times": [1.0, 2.0, 3.0]},
+    "events has to be a tensor of real numbers, but got list": {"events": [1, 1, 0]},
     "strata has to be a tensor of integers, but got torch.float32": {"strata": torch.zeros(3)},
     "group has to be": {"group": "all"},
 }

@@ -63,7 +63,7 @@ def cox_loss(
         tensor(0.6223)
     """
     _check_ties(ties)
-    check_inputs("log_hazards", log_hazards, events, single_class, group)
+    check_inputs("log_hazards", log_hazards, log_hazards, single_class, group)
     if log_hazards.ndim not in (1, 2) or log_hazards.shape[1:] not in ((), (1,)):
         raise ValueError(f"log_hazards has to have the shape (n,) or (n, 1), but got {tuple(log_hazards.shape)}")
     eta = log_hazards.flatten()
