@@ -162,6 +162,38 @@ def test_a_text_encoder(tmp_path):
     assert re.search(r"^ +\d+ .* plain too large, with Skip fits$", said, re.MULTILINE)
 
 
+def test_survival(tmp_path, monkeypatch):
+    said = run("12_survival.py", tmp_path)
+    rows = re.findall(r"^(\w[\w, ]+?) +(\d+) +\d+ +(\d+\.\d) \((\d+\.\d), (\d+\.\d)\)$", said, re.MULTILINE)
+    assert [row[:2] for row in rows] == [
+        ("cohort", "3"),
+        ("cohort, mask", "3"),
+        ("minibatches", "3"),
+        ("cohort of patches", "3"),
+        ("cohort, mask", "9"),
+        ("minibatches", "9"),
+    ]
+    assert all(float(mean) == pytest.approx((float(one) + float(two)) / 2, abs=0.11) for *_, mean, one, two in rows)
+    assert (tmp_path / "survival.png").stat().st_size > 50_000
+
+    example = load("12_survival.py", monkeypatch, tmp_path)
+    times, events = torch.tensor([1.0, 2.0, 2.0, 3.0, 4.0]), torch.tensor([True, True, False, False, True])
+    at, alive = example["kaplan_meier"](times, events)
+    assert at.tolist() == [1, 2, 4]
+    assert alive.tolist() == pytest.approx([4 / 5, 4 / 5 * 3 / 4, 0])
+    assert example["concordance"](-times, times, events) == 100
+    assert example["concordance"](torch.zeros(5), times, events) == 50
+    images = torch.arange(2.0 * 64 * 64).view(2, 1, 64, 64)
+    patches = example["crops"](images, torch.Generator().manual_seed(0))
+    for patch, image in zip(patches, images, strict=True):
+        i, j = divmod(int((patch[0, 0, 0] - image[0, 0, 0]).item()), 64)
+        assert torch.equal(patch[0], image[0, i : i + example["PATCH"], j : j + example["PATCH"]])
+    data = example["cohort"](400, 7)
+    finer = data[0].diff(dim=-1).square().mean((1, 2, 3)) / data[0].var((1, 2, 3))  # what the risk lies in
+    assert torch.corrcoef(torch.stack([finer, data[3]]))[0, 1] > 0.8
+    assert torch.equal(data[1], example["cohort"](400, 7)[1])
+
+
 def cells(script):
     """Of a script in the percent form: (kind, text) of each cell."""
     found = []

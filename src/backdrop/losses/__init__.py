@@ -39,13 +39,19 @@ from backdrop._batches import (
     wide,
 )
 from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
+from backdrop.losses.contrastive import ContrastiveLoss, contrastive_loss
+from backdrop.losses.survival import CoxLoss, cox_loss
 
 __all__ = [
     "ClassDistanceLoss",
+    "ContrastiveLoss",
+    "CoxLoss",
     "RankStatisticLoss",
     "SoftFBetaLoss",
     "SquaredHingeAUCLoss",
     "class_distance_loss",
+    "contrastive_loss",
+    "cox_loss",
     "rank_statistic_loss",
     "soft_f_beta_loss",
     "squared_hinge_auc_loss",
