@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backdrop import Backdrop, _pairs
+from backdrop import Backdrop
 from backdrop.losses import (
     ClassDistanceLoss,
     RankStatisticLoss,
     SoftFBetaLoss,
     SquaredHingeAUCLoss,
+    _pairs,
+    _soft_ranks,
     class_distance_loss,
     rank_statistic_loss,
     soft_f_beta_loss,
@@ -28,6 +30,23 @@ AUC_LOSSES = {
     "rank statistic": (rank_statistic_loss, "temperature", 0.7, lambda x, t: torch.sigmoid(x / t)),
     "squared hinge": (squared_hinge_auc_loss, "margin", 0.7, lambda x, m: (m + x).clamp(min=0).square()),
 }
+
+
+WAYS = {  # pairs up to which all are taken at once, negatives or positives up to which they are, scores in a chunk
+    "as it comes": None,
+    "pairs": (2**40, 0, 64),
+    "tiles": (50, 1000, 64),
+    "sorted": (0, 0, 64),
+}
+
+
+def take(way, monkeypatch):
+    if WAYS[way]:
+        pairs, few, chunk = WAYS[way]
+        for module in (_pairs, _soft_ranks):
+            monkeypatch.setattr(module, "PAIRS", pairs)
+            monkeypatch.setattr(module, "FEW", few)
+        monkeypatch.setitem(_soft_ranks.CHUNK, "cpu", chunk)
 
 
 def over_all_pairs(scores, labels, weight, function, setting):
@@ -45,12 +64,10 @@ def batch(n=60, dtype=torch.float64):
 @pytest.mark.parametrize("kind", AUC_LOSSES)
 @pytest.mark.parametrize("setting", [0.7, 1.0, 0.01])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("tile", [None, 64])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("few", [False, True])
-def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, few, monkeypatch):
-    if tile:
-        monkeypatch.setitem(_pairs.TILE, "cpu", tile)
-        monkeypatch.setitem(_pairs.MOST, "cpu", 7)
+def test_auc_losses_against_all_pairs(kind, setting, weighted, way, few, monkeypatch):
+    take(way, monkeypatch)
     loss, name, _, function = AUC_LOSSES[kind]
     scores, labels, weight = batch(300)
     if few:
@@ -64,9 +81,10 @@ def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, few, monkey
 
 @pytest.mark.parametrize("kind", AUC_LOSSES)
 @pytest.mark.parametrize("spread", [1e-3, 30, 1e3])
-def test_auc_losses_far_from_and_near_each_other(kind, spread, monkeypatch):
-    """Where sigmoids saturate whole tiles are left out, and sums of squares could cancel."""
-    monkeypatch.setitem(_pairs.TILE, "cpu", 256)
+@pytest.mark.parametrize("way", WAYS)
+def test_auc_losses_far_from_and_near_each_other(kind, spread, way, monkeypatch):
+    """Where exponentials vanish, and sums of squares could cancel."""
+    take(way, monkeypatch)
     loss, _, _, function = AUC_LOSSES[kind]
     scores, labels, weight = batch(400)
     scores = (1e4 * scores.sign() + spread * scores).detach().requires_grad_()  # two heaps, far apart
@@ -327,7 +345,7 @@ def test_memory_grows_with_the_samples_not_the_pairs(kind):
     scores, labels = torch.randn(4000, requires_grad=True), torch.arange(4000) % 2
     with _Largest() as largest:
         AUC_LOSSES[kind][0](scores, labels).backward()
-    assert largest.numel <= max(_pairs.TILE["cpu"], 4 * 4000)  # of 4 million pairs
+    assert largest.numel <= max(_pairs.PAIRS, 40 * 4000)  # of 4 million pairs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
