@@ -1,4 +1,4 @@
-"""Losses on ranks against brute force over all pairs in float64, and against independent libraries where they are cold."""
+"""Losses on ranks against brute force over all pairs in float64, and cold ones against independent libraries."""
 
 import copy
 import math
@@ -26,6 +26,7 @@ from backdrop.losses import (
     ndcg_loss,
     partial_auc_loss,
     rank_statistic_loss,
+    ranking,
     spearman_loss,
 )
 from test_soft_ranks import Largest
@@ -118,10 +119,10 @@ WAYS = ["as it comes", "sorted"]
 
 def take(way, monkeypatch):
     if way == "sorted":
-        for module in (_pairs, _soft_ranks):
+        for module in (_pairs, _soft_ranks, ranking):
             monkeypatch.setattr(module, "PAIRS", 0)
+        for module in (_pairs, ranking, concordance):
             monkeypatch.setattr(module, "FEW", 0)
-        monkeypatch.setattr(concordance, "FEW", 0)
         monkeypatch.setitem(_soft_ranks.CHUNK, "cpu", 64)
 
 
@@ -304,9 +305,9 @@ def test_nothing_to_compare(name, n):
         assert not scores.grad.any()
 
 
-finite = st.floats(width=32, allow_nan=False)
+WEIGHTS = st.one_of(st.just(1.0), st.floats(0, 2.0**100, width=32))
 samples = st.lists(
-    st.tuples(finite, st.integers(0, 1), st.one_of(st.just(1.0), st.floats(0, 2.0**100, width=32))),
+    st.tuples(st.floats(width=32, allow_nan=False), st.integers(0, 1), WEIGHTS),
     min_size=1,
     max_size=9,
 )
@@ -469,9 +470,8 @@ def test_lists_of_different_lengths():
     )
     weight = (torch.arange(9)[:, None] < torch.tensor(lengths)).float()
     expected = sum(ndcg_loss(*each, temperature=0.5) for each in lists) / 3
-    torch.testing.assert_close(
-        ndcg_loss(scores, relevance, temperature=0.5, weight=weight), expected, rtol=1e-13, atol=0
-    )
+    actual = ndcg_loss(scores, relevance, temperature=0.5, weight=weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
 
 
 def test_large_relevances_do_not_overflow():

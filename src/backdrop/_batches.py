@@ -27,6 +27,8 @@ class Batch(NamedTuple):
     negative: Tensor  # (n, problems)
     weight: Tensor | None  # (n,), float32 or float64, the largest 1; None where all are
     present: list[int]  # problems that have both
+    counts: list[tuple[int, int]]  # how many of each these have
+    sides: tuple[Tensor, Tensor] | None  # where there is one problem: which samples are positive, and which negative
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of the problems that are present, and the weights of their positives and negatives.
@@ -75,7 +77,11 @@ def gather_batch(
         columns = columns.masked_fill(padding, 0)
         positive, negative = positive & ~padding, negative & ~padding
         found = [(~padding).sum(0), legal[None]]
-    counts = torch.cat([positive.sum(0), negative.sum(0), *found]).tolist()  # one wait for a GPU
+    sides = (positive.view(-1).nonzero().view(-1), negative.view(-1).nonzero().view(-1)) if problems == 1 else None
+    counts = [] if sides is None else [len(side) for side in sides]
+    if sides is None or found:
+        found = [*([positive.sum(0), negative.sum(0)] if sides is None else []), *found]
+        counts += torch.cat(found).tolist()  # one wait for a GPU
     if weights is not None:
         check_weights(bool(counts.pop()))
         n = counts.pop()
@@ -85,8 +91,8 @@ def gather_batch(
         what = f"classes from 0 to {problems - 1}" if indices else "0 and 1"
         given = labels if weights is None else labels[weights > 0]
         raise ValueError(f"labels has to hold {what}, but got {torch.unique(given)[:10].tolist()}")
-    present = [i for i, both in enumerate(zip(positives, negatives, strict=True)) if all(both)]
-    return Batch(columns, positive, negative, weights, present)
+    both = [(i, each) for i, each in enumerate(zip(positives, negatives, strict=True)) if all(each)]
+    return Batch(columns, positive, negative, weights, [i for i, _ in both], [each for _, each in both], sides)
 
 
 def wide(x: Tensor) -> torch.dtype:

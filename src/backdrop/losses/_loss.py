@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from backdrop._batches import SingleClass, check_number, check_settings, wide
+from backdrop._batches import LEAST, SingleClass, check_number, check_settings, wide
 from backdrop.distributed import Group
 
 
@@ -30,7 +30,7 @@ class Loss(nn.Module):
         super().__init__()
         check_settings(single_class, group)
         for name, value in settings.items():
-            setattr(self, name, value if isinstance(value, str) else check_number(name, value))
+            setattr(self, name, check_number(name, value) if name in LEAST else value)
         self._settings = tuple(settings)
         self.single_class, self.group = single_class, group
 

@@ -1,55 +1,60 @@
 """Means over all pairs of a positive and a negative score, with their gradient, in memory that grows with n alone.
 
-For scores x, weights u of the positives and v of the negatives, the others zero, all compute
+For scores x, weights u of the positives and v of the negatives, all compute
 
     L = sum_ij u_i v_j f(x_j - x_i) / (sum_i u_i * sum_j v_j)
 
-and dL/dx along with it, because one walk over the scores gives both. All is (problems, n), in float64.
+and dL/dx along with it, because one walk over the scores gives both. Few pairs are taken all at once, many by way of
+the order of the scores.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from backdrop._batches import Batch, wide
-from backdrop.losses._soft_ranks import NO_SECOND, comparable, sums, terms_for
+from backdrop.losses._soft_ranks import (
+    NO_SECOND,
+    comparable,
+    full_precision,
+    in_parts,
+    scaled,
+    spread_of,
+    sums,
+    terms_for,
+)
 
 PAIRS = 2**18  # in work at a time, and up to which all at once are faster than sorting
 FEW = 32  # scores of a kind: then sorting the others takes longer than it saves
-Means: TypeAlias = tuple[Tensor, Tensor]  # L (problems,), dL/dx (problems, n)
-Compare: TypeAlias = Callable[[Tensor, Tensor, Tensor], Means]
+Means: TypeAlias = tuple[Tensor, Tensor]  # L, dL/dx
 
 
-def mean_over_pairs(batch: Batch, compare: Compare) -> Tensor:
-    """The mean over problems, in the dtype of their weights."""
-    scores, u, v = batch.columns()
-    losses: Tensor = PairLoss.apply(scores, u, v, compare)  # type: ignore[no-untyped-call]
-    return (losses.mean() if len(losses) > 1 else losses[0]).to(wide(scores))
-
-
-class PairLoss(torch.autograd.Function):
-    """L of each problem as a function of its scores; `compare` computes it, with the gradient."""
+class WithGradient(torch.autograd.Function):
+    """A loss that is computed along with its gradient: `compute` gives both for the scores."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, u: Tensor, v: Tensor, compare: Compare) -> Tensor:
-        value, gradient = compare(scores.detach(), u, v)
-        broken = scores.isnan().any(1)  # sorting would hide it
-        ctx.save_for_backward(gradient.masked_fill_(broken[:, None], math.nan), scores)
-        return value.masked_fill_(broken, math.nan)
+    def forward(ctx: Any, scores: Tensor, compute: Callable[[Tensor], Means]) -> Tensor:
+        with full_precision(scores):
+            value, gradient = compute(scores.detach())
+        ctx.save_for_backward(gradient, scores)
+        return value.to(wide(scores))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         gradient, scores = ctx.saved_tensors
-        product: Tensor = Once.apply((grad[:, None] * gradient).to(scores.dtype), scores)  # type: ignore[no-untyped-call]
-        return product, None, None, None
+        product = (grad * gradient).to(scores.dtype)
+        if torch.is_grad_enabled():
+            product = _Once.apply(product, scores)  # type: ignore[no-untyped-call]
+        return product, None
 
 
-class Once(torch.autograd.Function):
+class _Once(torch.autograd.Function):
     """A gradient that depends on the scores too, in a way that is not known here."""
 
     @staticmethod
@@ -61,64 +66,156 @@ class Once(torch.autograd.Function):
         raise RuntimeError(NO_SECOND)
 
 
-def rank_statistic(scores: Tensor, u: Tensor, v: Tensor, temperature: float) -> Means:
+class Kernel(NamedTuple):
+    """f, as two ways to sum it up: over all pairs, and over sorted scores."""
+
+    # Scores in the dtype to compute in, and what f(x) shall be divided by; None where only `ordered` will do.
+    prepare: Callable[[Tensor], tuple[Tensor, float] | None]
+    # For positives a, negatives b, their weights (None: all 1) and that divisor: sum_ij u_i v_j f(b_j - a_i), and over
+    # `factor` its derivatives by b, and by -a.
+    tile: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor]]
+    # L and dL/dx of each problem for x, u and v, (problems, n), the weights in float64.
+    ordered: Callable[[Tensor, Tensor, Tensor], Means]
+    factor: float
+    # Of the weights of negatives those that count.
+    choose: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
+    """The mean over problems."""
+
+    def compute(inputs: Tensor) -> Means:
+        few, many = sorted(batch.counts[0])
+        if batch.sides is not None and (few <= FEW or few * many <= PAIRS):
+            x = inputs[:, batch.present[0]]
+            if (prepared := kernel.prepare(x)) is not None:
+                return _all_pairs(x, *prepared, batch, batch.sides, kernel)
+        x, u, v = batch.columns()
+        x = x.detach()
+        value, gradient = kernel.ordered(x, u, v if kernel.choose is None else kernel.choose(x, v))
+        return mean_over_problems(x, value, gradient, batch)
+
+    loss: Tensor = WithGradient.apply(batch.inputs, compute)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def mean_over_problems(x: Tensor, value: Tensor, gradient: Tensor, batch: Batch) -> Means:
+    broken = x.isnan().any(1)  # sorting would hide it
+    value = value.masked_fill(broken, math.nan).mean()
+    gradient = (gradient.masked_fill(broken[:, None], math.nan) / len(x)).T
+    if len(batch.present) < batch.inputs.shape[1]:
+        where = torch.tensor(batch.present, device=x.device)
+        gradient = gradient.new_zeros(batch.inputs.shape).index_copy_(1, where, gradient)
+    return value, gradient
+
+
+def _all_pairs(
+    given: Tensor, x: Tensor, divisor: float, batch: Batch, sides: tuple[Tensor, Tensor], kernel: Kernel
+) -> Means:
+    i, j = sides
+    u, v = (None, None) if batch.weight is None else (batch.weight[i].to(x.dtype), batch.weight[j].to(x.dtype))
+    if kernel.choose is not None:
+        v = torch.ones_like(j, dtype=torch.float64) if v is None else v.double()
+        v = kernel.choose(given[j][None], v[None])[0].to(x.dtype)
+    a, b = x[i], x[j]
+    alone = len(i) * len(j) <= PAIRS
+    gradient = torch.zeros(batch.inputs.shape, dtype=x.dtype if alone else torch.float64, device=x.device)
+    column = gradient[:, batch.present[0]]
+    if alone:
+        value, to_a, to_b = kernel.tile(a, b, u, v, divisor)
+        column.index_add_(0, i, to_a, alpha=-1).index_add_(0, j, to_b)
+    else:  # tiles along the longer side
+        value = gradient.new_zeros(())
+        step, longer = max(1, PAIRS // min(len(i), len(j))), max(len(i), len(j))
+        for part in (slice(k, k + step) for k in range(0, longer, step)):
+            r, c = (slice(None), part) if len(j) == longer else (part, slice(None))
+            found, to_a, to_b = kernel.tile(
+                a[r], b[c], None if u is None else u[r], None if v is None else v[c], divisor
+            )
+            value = value + found
+            column.index_add_(0, i[r], to_a.double(), alpha=-1).index_add_(0, j[c], to_b.double())
+    total = (len(i) if u is None else u.sum()) * (len(j) if v is None else v.sum())
+    value, gradient = value / total, gradient.mul_(kernel.factor / total)
+    if x.dtype == torch.float64:  # else no score is NaN
+        broken = given.isnan().any()
+        value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill_(broken, math.nan)
+    return value, gradient
+
+
+def dot(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Sums over the last axis. In float32 torch's sums are more exact than its products."""
+    return x.sum(-1) if weight is None else x @ weight if x.dtype == torch.float64 else (x * weight).sum(-1)
+
+
+def times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight
+
+
+def rank_statistic(temperature: float, choose: Callable[[Tensor, Tensor], Tensor] | None = None) -> Kernel:
     """f(x) = sigmoid(x / temperature)."""
-    x = comparable(scores)
-    total = u.sum(1) * v.sum(1)
-    if tiles := _tiles(u, v):
-        value, gradient = torch.zeros_like(total), torch.zeros_like(x)
-        for i, j in tiles:
-            a, b = u[0, i], v[0, j]
-            y = (x[0, j] - x[0, i, None]).div_(temperature / 4)
-            slope = y.neg().sigmoid_()
-            value += a @ (y.sigmoid_() @ b)
-            slope.mul_(y)
-            gradient[0].index_add_(0, i, a * (slope @ b), alpha=-1)
-            gradient[0].index_add_(0, j, b * (a @ slope))
-    else:
-        above, slope = sums(x, torch.stack([v, u], 1), temperature, terms_for(scores), 1)
-        value = torch.linalg.vecdot(u, above[:, 0])
+
+    def prepare(x: Tensor) -> tuple[Tensor, float]:
+        return scaled(x, temperature)
+
+    def tile(a: Tensor, b: Tensor, u: Tensor | None, v: Tensor | None, divisor: float) -> tuple[Tensor, Tensor, Tensor]:
+        slope, y = sigmoids(b - a[:, None], divisor)
+        value = y.sum() if u is None and v is None else dot(dot(y, v), u)
+        slope.mul_(y)
+        to_a, to_b = dot(slope, v), dot(slope.T, u)
+        return value, times(to_a, u), times(to_b, v)
+
+    def ordered(x: Tensor, u: Tensor, v: Tensor) -> Means:
+        above, slope = sums(comparable(x), torch.stack([v, u], 1), temperature, terms_for(x), 1)
+        total = u.sum(1) * v.sum(1)
         gradient = (v * slope[:, 1]).sub_(u * slope[:, 0])
-    return value / total, gradient.div_(temperature).div_(total[:, None])
+        return (u * above[:, 0]).sum(1) / total, gradient.div_(temperature * total[:, None])
+
+    return Kernel(prepare, tile, ordered, 1 / temperature, choose)
 
 
-def _tiles(u: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The positives and the negatives, tile by tile, where there are so few that all pairs at once are faster."""
-    if len(u) > 1:
-        return []
-    i, j = (each[0].nonzero()[:, 0] for each in (u, v))
-    few, many = sorted((len(i), len(j)))
-    if few > FEW and few * many > PAIRS:
-        return []
-    step = max(1, PAIRS // max(few, 1))
-    parts = torch.split(j if len(i) < len(j) else i, step)
-    return [(i, part) if len(i) < len(j) else (part, j) for part in parts]
+def sigmoids(apart: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """sigmoid(-x) and sigmoid(x): their product is the slope, without cancellation. Changes `apart`."""
+    if divisor != 1:
+        apart.div_(divisor)
+    return apart.neg().sigmoid_(), apart.sigmoid_()
 
 
-def squared_hinge(scores: Tensor, u: Tensor, v: Tensor, margin: float) -> Means:
-    """f(x) = max(0, margin + x)^2.
+def squared_hinge(margin: float) -> Kernel:
+    """f(x) = max(0, margin + x)^2."""
+
+    def prepare(x: Tensor) -> tuple[Tensor, float] | None:
+        spread = spread_of(x) + margin
+        if x.dtype != torch.float64 and spread < 1e15:  # sums of squares do not overflow
+            return x.float(), 1.0
+        return (x.double(), 1.0) if spread < math.inf else None
+
+    def tile(a: Tensor, b: Tensor, u: Tensor | None, v: Tensor | None, divisor: float) -> tuple[Tensor, Tensor, Tensor]:
+        y = (b - a[:, None]).add_(margin).clamp_(min=0)
+        to_a, to_b = dot(y, v), dot(y.T, u)
+        return dot(dot(y.square_(), v), u), times(to_a, u), times(to_b, v)
+
+    def ordered(x: Tensor, u: Tensor, v: Tensor) -> Means:
+        value, gradient = in_parts(partial(sorted_hinge, margin=margin), x.double(), u, v)
+        return value, gradient
+
+    return Kernel(prepare, tile, ordered, 2.0)
+
+
+def sorted_hinge(x: Tensor, u: Tensor, v: Tensor, margin: float) -> Means:
+    """The squared hinge by way of the order of the scores.
 
     A positive counts as `score - margin`. The negatives that count for it are those above, so those before it where all
     are in descending order. The sum of squares of the distances to them follows from their weight, mean and spread,
     which are accumulated along the order. Every term is positive, so nothing cancels. Scores are measured in units of
     the largest, so nothing overflows.
     """
-    x, total = scores.double(), u.sum(1) * v.sum(1)
-    infinite = x.isinf()
-    some = bool(infinite.any())
-    finite_u, finite_v, x = (u, v, x) if not some else (*(w * ~infinite for w in (u, v)), x.masked_fill(infinite, 0))
-    if tiles := _tiles(finite_u, finite_v):
-        value, gradient = torch.zeros_like(total), torch.zeros_like(x)
-        for i, j in tiles:
-            a, b = finite_u[0, i], finite_v[0, j]
-            y = (x[0, j] - x[0, i, None]).add_(margin).clamp_(min=0)
-            gradient[0].index_add_(0, i, a * (y @ b), alpha=-2)
-            gradient[0].index_add_(0, j, b * (a @ y), alpha=2)
-            value += a @ (y.square_() @ b)
-    else:
-        value, gradient = _sorted_hinge(x, finite_u, finite_v, margin)
-    value, gradient = value / total, gradient.div_(total[:, None])
-    return _with_infinite(scores, u, v, margin, value, gradient) if some else (value, gradient)
+    total, infinite = u.sum(1) * v.sum(1), x.isinf()
+    if some := bool(infinite.any()):
+        given, x, u_all, v_all = x, x.masked_fill(infinite, 0), u, v
+        u, v = (w.masked_fill(infinite, 0) for w in (u, v))
+    value, gradient = _sorted_hinge(x, u, v, margin)
+    value, gradient = value / total, gradient / total[:, None]
+    return _with_infinite(given, u_all, v_all, margin, value, gradient) if some else (value, gradient)
 
 
 def _sorted_hinge(x: Tensor, u: Tensor, v: Tensor, margin: float) -> Means:

@@ -23,6 +23,8 @@ All is computed in float64, with as many terms as the dtype of the scores needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal, localcontext
 from functools import cache
 from typing import Any
@@ -33,8 +35,8 @@ from torch import Tensor, nn
 ROW = 16  # scores in a row: pairs within rows cost as much as the moments
 CHUNK = {"cpu": 2**16, "cuda": 2**22}  # scores in work at a time: what stays in a core's cache, and what fills a GPU
 AT_ONCE = 2**20  # scores of several problems that are sorted together
-PAIRS = 2**19  # up to which all at once are faster than sorting,
-FEW = 4  # as they are for so few queries, however many scores there are
+PAIRS = 2**19  # up to which all at once are faster than sorting
+NARROW = 8  # temperatures between the scores up to which all pairs may be taken in float32
 TERMS = {torch.float64: 21, torch.float32: 12}  # for errors below 1e-13, and below 3e-8
 NO_SECOND = "losses over pairs have no second derivatives here; they are computed along with the first"
 
@@ -74,35 +76,69 @@ def comparable(x: Tensor) -> Tensor:
     return (x.detach().double() * 0.25).nan_to_num_(0, limit, -limit)
 
 
-class SoftSums(torch.autograd.Function):
-    """F of scores (problems, n) for weights (problems, kinds, n), in float64: (problems, kinds, queries).
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, which would round products of matrices."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
-    `queries`: of one problem, for which scores F is wanted; None for all. The second result is for the backward pass:
-    D, or where there are few enough pairs sigmoid' of each, (problems, queries, n). Weights get no gradient.
+
+def in_parts(compute: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
+    """What `compute` gives for the rows of these tensors, so many at a time that memory stays small."""
+    at_once = max(1, AT_ONCE // max(rows[0].shape[1], 1))
+    if len(rows[0]) <= at_once:
+        return compute(*rows)
+    parts = [compute(*part) for part in zip(*(torch.split(each, at_once) for each in rows), strict=True)]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+
+def spread_of(x: Tensor) -> float:
+    """How far apart the scores are; NaN or infinity where one is."""
+    if not x.numel():
+        return 0.0
+    low, high = x.aminmax()
+    return float(high) - float(low)
+
+
+def scaled(x: Tensor, temperature: float) -> tuple[Tensor, float]:
+    """Scores in the dtype to take all pairs in, and the temperature for them.
+
+    Rounding a difference to float32 changes sigmoid' of it by so many times 6e-8 as it has temperatures.
+    """
+    if x.dtype != torch.float64 and spread_of(x) <= NARROW * temperature:
+        return x.detach().float(), temperature
+    return comparable(x), temperature / 4
+
+
+class SoftSums(torch.autograd.Function):
+    """F of scores (problems, n) for weights (problems, kinds, n), in float64: (problems, kinds, n).
+
+    The second result is for the backward pass: D, or where there are few enough pairs sigmoid' of each,
+    (problems, n, n). Weights get no gradient.
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, temperature: float, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-        wide, broken = comparable(x), x.isnan().any(-1)[:, None, None]
-        if pairwise(x, queries):
-            value, kept = _matrix(wide, wide if queries is None else wide[:, queries], weight, temperature)
+    def forward(x: Tensor, weight: Tensor, temperature: float, exact: bool) -> tuple[Tensor, Tensor]:
+        broken = x.isnan().any(-1)[:, None, None]
+        if pairwise(x):
+            with full_precision(x):
+                wide, divisor = (comparable(x), temperature / 4) if exact else scaled(x, temperature)
+                value, kept = _matrix(wide, divisor, weight)
         else:
-            value, kept = sums(wide, weight, temperature, terms_for(x), weight.shape[1])
-            value = value if queries is None else value[..., queries]
+            value, kept = sums(comparable(x), weight, temperature, terms_for(x), weight.shape[1])
         return value.masked_fill_(broken, math.nan), kept.masked_fill_(broken, math.nan)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, ctx.temperature, queries = inputs
-        ctx.pairwise = pairwise(x, queries)
+        x, weight, ctx.temperature, _ = inputs
+        ctx.pairwise = pairwise(x)
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(x, weight, output[1], queries)
+        ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        x, weight, kept, queries = ctx.saved_tensors
+        x, weight, kept = ctx.saved_tensors
         result: Tensor = _Gradient.apply(  # type: ignore[no-untyped-call]
-            gradient, x, weight, kept, ctx.temperature, queries, ctx.pairwise
+            gradient, x, weight, kept, ctx.temperature, ctx.pairwise
         )
         return result, None, None, None
 
@@ -123,22 +159,16 @@ class _Gradient(torch.autograd.Function):
         weight: Tensor,
         kept: Tensor,
         temperature: float,
-        queries: Tensor | None,
         pairwise: bool,
     ) -> Tensor:
-        wide, broken = comparable(x), x.isnan().any(-1) | ~gradient.isfinite().flatten(1).all(1)
+        broken = x.isnan().any(-1) | ~gradient.isfinite().flatten(1).all(1)
         gradient = gradient.masked_fill(broken[:, None, None], 0)
         if pairwise:
-            result = (weight * (gradient @ kept)).sum(1)
-            own = (gradient * (weight @ kept.mT)).sum(1)
-            if queries is None:
-                result -= own
-            else:
-                result.index_add_(1, queries, own, alpha=-1)
+            with full_precision(x):
+                result = (weight * (gradient.to(kept.dtype) @ kept)).sum(1)
+                result -= (gradient * (weight.to(kept.dtype) @ kept.mT)).sum(1)
         else:
-            if queries is not None:
-                gradient = torch.zeros_like(weight).index_copy_(2, queries, gradient)
-            _, slope = sums(wide, gradient.contiguous(), temperature, terms_for(x), 0)
+            _, slope = sums(comparable(x), gradient.contiguous(), temperature, terms_for(x), 0)
             result = (weight * slope).sub_(gradient * kept).sum(1)
         result /= temperature
         return result.masked_fill_(broken[:, None], math.nan).to(x.dtype)
@@ -172,18 +202,19 @@ def terms_for(x: Tensor) -> int:
     return TERMS[torch.float64 if x.dtype == torch.float64 else torch.float32]
 
 
-def pairwise(x: Tensor, queries: Tensor | None) -> bool:
-    """Whether all pairs at once are the faster way: for few scores, or few queries."""
-    n = x.shape[-1]
-    return x.numel() * (n if queries is None else len(queries)) <= max(PAIRS, 0 if queries is None else FEW * n)
+def pairwise(x: Tensor) -> bool:
+    """Whether all pairs at once are the faster way."""
+    return x.numel() * x.shape[-1] <= PAIRS
 
 
-def _matrix(x: Tensor, at: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """F at some scores, and sigmoid' of each pair (problems, at, n)."""
-    apart = (x[:, None, :] - at[:, :, None]).div_(temperature / 4)
+def _matrix(x: Tensor, temperature: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """F, and sigmoid' of each pair (problems, n, n)."""
+    apart = x[:, None, :] - x[:, :, None]
+    if temperature != 1:
+        apart.div_(temperature)
     slope = apart.neg().sigmoid_()
     slope.mul_(apart.sigmoid_())
-    return weight @ apart.mT, slope
+    return (weight.to(x.dtype) @ apart.mT).double(), slope
 
 
 def sums(x: Tensor, weight: Tensor, temperature: float, terms: int, values: int) -> tuple[Tensor, Tensor]:
@@ -191,17 +222,15 @@ def sums(x: Tensor, weight: Tensor, temperature: float, terms: int, values: int)
 
     Scores are (problems, n) as `comparable` gives them, weights (problems, kinds, n), both in float64.
     """
-    problems, n = x.shape
-    results = weight.new_empty(problems, values, n), torch.empty_like(weight)
-    at_once = max(1, AT_ONCE // max(n, 1))  # problems
-    for i in range(0, problems, at_once):
-        part = slice(i, i + at_once)
-        ordered, order = x[part].sort()
+
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        ordered, order = x.sort()
         places = order[:, None].expand(-1, weight.shape[1], -1)
-        found = sorted_sums(ordered, weight[part].gather(2, places), temperature, terms, values)
-        for result, each in zip(results, found, strict=True):
-            result[part].scatter_(2, places[:, : each.shape[1]], each)
-    return results
+        found = sorted_sums(ordered, weight.gather(2, places), temperature, terms, values)
+        return tuple(torch.empty_like(each).scatter_(2, places[:, : each.shape[1]], each) for each in found)
+
+    value, slope = in_parts(compute, x, weight)
+    return value, slope
 
 
 def sorted_sums(

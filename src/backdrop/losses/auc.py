@@ -44,8 +44,8 @@ def rank_statistic_loss(
         >>> rank_statistic_loss(torch.tensor([2.0, 0.0, -1.0]), torch.tensor([1, 0, 0]))
         tensor(0.0833)
     """
-    compare = partial(_pairs.rank_statistic, temperature=check_number("temperature", temperature))
-    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, compare)
+    kernel = _pairs.rank_statistic(check_number("temperature", temperature))
+    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, kernel)
 
 
 @not_compiled
@@ -74,8 +74,8 @@ def squared_hinge_auc_loss(
         >>> squared_hinge_auc_loss(torch.tensor([2.0, 0.5, -1.0]), torch.tensor([1, 0, 1]))
         tensor(3.1250)
     """
-    compare = partial(_pairs.squared_hinge, margin=check_number("margin", margin))
-    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, compare)
+    kernel = _pairs.squared_hinge(check_number("margin", margin))
+    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, kernel)
 
 
 @not_compiled
@@ -116,12 +116,9 @@ def partial_auc_loss(
         >>> partial_auc_loss(scores, labels, max_fpr=0.25, temperature=1)
         tensor(0.2689)
     """
-    max_fpr, temperature = check_number("max_fpr", max_fpr), check_number("temperature", temperature)
-
-    def compare(x: Tensor, u: Tensor, v: Tensor) -> _pairs.Means:
-        return _pairs.rank_statistic(x, u, highest(x, v, max_fpr), temperature)
-
-    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, compare)
+    choose = partial(highest, share=check_number("max_fpr", max_fpr))
+    kernel = _pairs.rank_statistic(check_number("temperature", temperature), choose)
+    return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, kernel)
 
 
 def highest(x: Tensor, weight: Tensor, share: float) -> Tensor:
@@ -137,10 +134,10 @@ def highest(x: Tensor, weight: Tensor, share: float) -> Tensor:
     return above.addcmul_(at, part.clamp(0, 1))
 
 
-def _loss(batch: Batch, single_class: SingleClass, compare: _pairs.Compare) -> Tensor:
+def _loss(batch: Batch, single_class: SingleClass, kernel: _pairs.Kernel) -> Tensor:
     if not batch.present:
         return nothing_to_compare(batch.inputs, single_class)
-    return _pairs.mean_over_pairs(batch, compare)
+    return _pairs.mean_over_pairs(batch, kernel)
 
 
 class RankStatisticLoss(Loss):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from backdrop._batches import SingleClass, check_inputs, check_number, check_weights, make_weights, normalise, wide
+from backdrop._batches import SingleClass, check_inputs, check_number, check_weights, make_weights, normalise
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
 from backdrop.losses._loss import Loss, nothing_to_compare
-from backdrop.losses._pairs import Once
+from backdrop.losses._pairs import Means, WithGradient
 from backdrop.losses._soft_ranks import comparable, sorted_sums, terms_for
 
 BLOCK = 32  # samples next to each other in time, all pairs of which are taken at once
@@ -87,8 +86,13 @@ def concordance_loss(
     total = (weights * happened * longer[order]).sum() if len(order) else weights.sum()
     if not total > 0:
         return nothing_to_compare(hazards, single_class, "no two samples that can be compared")
-    loss: Tensor = _Concordance.apply(hazards[counted], order, weights * happened, weights, temperature)  # type: ignore[no-untyped-call]
-    return (loss / total).to(wide(hazards))
+
+    def compute(at: Tensor) -> Means:
+        value, gradient = _sum(at, order, weights * happened, weights, temperature)
+        return value / total, gradient / total
+
+    loss: Tensor = WithGradient.apply(hazards[counted], compute)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _order(times: Tensor, happened: Tensor) -> Tensor:
@@ -99,44 +103,29 @@ def _order(times: Tensor, happened: Tensor) -> Tensor:
     return order
 
 
-class _Concordance(torch.autograd.Function):
+def _sum(hazards: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float) -> Means:
     """sum_ij u_i w_j sigmoid((h_j - h_i) / T) over pairs with order_i < order_j, along with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, hazards: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float) -> Tensor:
-        x, n = comparable(hazards), len(hazards)
-        value, gradient = x.new_zeros(()), torch.zeros_like(x)
-        alone = int(order.max()) == n - 1  # no ties, so that places in time are orders
-        bits = int(order.max()).bit_length()
-        if n <= FEW:
-            value += _all_pairs(x[None], order[None], u[None], w[None], temperature, gradient[None])
-        else:
-            if alone:
-                value += _blocks(x, order, u, w, temperature, gradient)
-            # Each other pair differs first in one bit of its orders: among all whose higher bits are the same.
-            place = x.argsort()
-            for bit in range(bits - 1, (BLOCK.bit_length() - 2) if alone else -1, -1):
-                later = (order >> bit & 1)[place]
-                weights = torch.stack([w[place] * later, u[place] * (1 - later)])[None]
-                above, slope = sorted_sums(
-                    x[place][None], weights, temperature, terms_for(hazards), 1, order[place] >> (bit + 1)
-                )
-                value += weights[0, 1] @ above[0, 0]
-                gradient.index_add_(0, place, weights[0, 0] * slope[0, 1] - weights[0, 1] * slope[0, 0])
-                place = place[_stable(order[place] >> bit)]
-        broken = hazards.isnan().any()
-        ctx.save_for_backward((gradient / temperature).masked_fill_(broken, math.nan), hazards)
-        return value.masked_fill_(broken, math.nan)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        gradient, hazards = ctx.saved_tensors
-        product: Tensor = Once.apply((grad * gradient).to(hazards.dtype), hazards)  # type: ignore[no-untyped-call]
-        return product, None, None, None, None
-
-
-def _stable(key: Tensor) -> Tensor:
-    return key.sort(stable=True)[1]
+    x, n = comparable(hazards), len(hazards)
+    value, gradient = x.new_zeros(()), torch.zeros_like(x)
+    last = int(order.max())
+    alone = last == n - 1  # no ties, so that places in time are orders
+    if n <= FEW:
+        value += _all_pairs(x[None], order[None], u[None], w[None], temperature, gradient[None])
+    else:
+        if alone:
+            value += _blocks(x, order, u, w, temperature, gradient)
+        # Each other pair differs first in one bit of its orders: among all whose higher bits are the same.
+        place = x.argsort()
+        for bit in range(last.bit_length() - 1, (BLOCK.bit_length() - 2) if alone else -1, -1):
+            here = order[place]
+            later = here >> bit & 1
+            weights = torch.stack([w[place] * later, u[place] * (1 - later)])[None]
+            above, slope = sorted_sums(x[place][None], weights, temperature, terms_for(hazards), 1, here >> (bit + 1))
+            value += weights[0, 1] @ above[0, 0]
+            gradient.index_add_(0, place, weights[0, 0] * slope[0, 1] - weights[0, 1] * slope[0, 0])
+            place = place[(here >> bit).sort(stable=True)[1]]
+    broken = hazards.isnan().any()
+    return value.masked_fill(broken, math.nan), (gradient / temperature).masked_fill_(broken, math.nan)
 
 
 def _blocks(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, gradient: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from backdrop._batches import (
+    Batch,
     SingleClass,
     check_inputs,
     check_number,
@@ -20,7 +22,10 @@ from backdrop._batches import (
 )
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
 from backdrop.losses._loss import Loss, nothing_to_compare
-from backdrop.losses._soft_ranks import SoftSums
+from backdrop.losses._pairs import Means, WithGradient, dot, mean_over_problems, sigmoids, times
+from backdrop.losses._soft_ranks import PAIRS, SoftSums, comparable, in_parts, scaled, sorted_sums, terms_for
+
+FEW = 4  # positives whose precision is taken from all pairs at once, however many samples there are
 
 Gains: TypeAlias = Literal["exponential", "linear"]
 
@@ -63,9 +68,12 @@ def _columns(x: Tensor) -> Tensor:
     return x[:, None] if x.ndim == 1 else x
 
 
-def soft_sums(x: Tensor, weight: Tensor, temperature: float, queries: Tensor | None = None) -> Tensor:
-    """sum_j w_j sigmoid((x_j - x_i) / T) for scores (problems, n) and weights (problems, kinds, n), in float64."""
-    value: Tensor = SoftSums.apply(x, weight, temperature, queries)[0]  # type: ignore[no-untyped-call]
+def soft_sums(x: Tensor, weight: Tensor, temperature: float, exact: bool = False) -> Tensor:
+    """sum_j w_j sigmoid((x_j - x_i) / T) for scores (problems, n) and weights (problems, kinds, n), in float64.
+
+    To `exact` places: in float64 also where there are few, for what takes differences of sums.
+    """
+    value: Tensor = SoftSums.apply(x, weight, temperature, exact)[0]  # type: ignore[no-untyped-call]
     return value
 
 
@@ -102,13 +110,53 @@ def average_precision_loss(
     batch = gather_batch("scores", scores, labels, weight, single_class, group)
     if not batch.present:
         return nothing_to_compare(batch.inputs, single_class)
-    x, u, v = batch.columns()
-    queries = u[0].nonzero()[:, 0] if len(x) == 1 else None
-    hits, all_ = soft_sums(x, torch.stack([u, u + v], 1), temperature, queries).unbind(1)
-    total = u.sum(1)
-    u = u if queries is None else u[:, queries]
-    precision = (hits + u / 2) / (all_ + u / 2).masked_fill(u == 0, 1)  # of itself, y_ii w_i = w_i / 2 is in both
-    return (1 - (u * precision).sum(1) / total).mean().to(wide(scores))
+
+    def compute(inputs: Tensor) -> Means:
+        (positives, _), n = batch.counts[0], len(inputs)
+        if batch.sides is not None and positives * n <= max(PAIRS, FEW * n):
+            return _precision_of_few(inputs[:, batch.present[0]], batch.sides[0], batch, temperature)
+        x, u, v = batch.columns()
+        value, gradient = in_parts(partial(_precision, temperature=temperature), x.detach(), u, u + v)
+        return mean_over_problems(x, value, gradient, batch)
+
+    loss: Tensor = WithGradient.apply(batch.inputs, compute)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def _precision(x: Tensor, u: Tensor, w: Tensor, temperature: float) -> Means:
+    """L and dL/dx of each problem; of itself each positive has y_ii w_i = w_i / 2 in both sums."""
+    ordered, order = comparable(x).sort()
+    u, w = u.gather(1, order), w.gather(1, order)
+    weights, terms = torch.stack([u, w], 1), terms_for(x)
+    value, slope = sorted_sums(ordered, weights, temperature, terms, 2)
+    hits, all_ = (value + u[:, None] / 2).unbind(1)
+    share, all_ = u / u.sum(1, keepdim=True), all_.masked_fill(u == 0, 1)
+    to = torch.stack([-share / all_, share * hits / all_.square()], 1)  # of L to both sums
+    other = sorted_sums(ordered, to, temperature, terms, 0)[1]
+    gradient = (weights * other).sub_(to * slope).sum(1).div_(temperature)
+    return 1 - (share * hits / all_).sum(1), torch.empty_like(gradient).scatter_(1, order, gradient)
+
+
+def _precision_of_few(given: Tensor, i: Tensor, batch: Batch, temperature: float) -> Means:
+    """The same for few positives in one problem, by the matrix of these and all."""
+    x, divisor = scaled(given, temperature)
+    column = batch.present[0]
+    u, w = batch.positive[:, column].to(x.dtype), None if batch.weight is None else batch.weight.to(x.dtype)
+    u = times(u, w)
+    own = u[i]
+    slope, y = sigmoids(x - x[i, None], divisor)
+    hits, all_ = y @ u + own / 2, dot(y, w) + own / 2
+    share = own / own.sum()
+    to_hits, to_all = -share / all_, share * hits / all_.square()
+    slope.mul_(y)
+    gradient = x.new_zeros(batch.inputs.shape)
+    at = gradient[:, column]
+    at += u * (to_hits @ slope) + times(to_all @ slope, w)
+    at.index_add_(0, i, to_hits * (slope @ u) + to_all * dot(slope, w), alpha=-1)
+    broken = given.isnan().any()
+    return (1 - (share * hits / all_).sum()).masked_fill(broken, math.nan), gradient.div_(temperature).masked_fill_(
+        broken, math.nan
+    )
 
 
 @not_compiled
@@ -256,7 +304,7 @@ def spearman_loss(
     if not all(present):
         sides = [x[present] for x in sides]
     share = weights.double() / weights.double().sum()
-    ranks = [soft_sums(-x, share.expand(len(x), 1, -1), temperature)[:, 0] for x in sides]
+    ranks = [soft_sums(-x, share.expand(len(x), 1, -1), temperature, exact=True)[:, 0] for x in sides]
     ra, rb = (rank - (share * rank).sum(1, keepdim=True) for rank in ranks)
     covariance, *variances = ((share * x * y).sum(1) for x, y in ((ra, rb), (ra, ra), (rb, rb)))
     product = variances[0] * variances[1]  # 0 for temperatures at which no rank differs in floating point
