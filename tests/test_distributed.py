@@ -11,7 +11,17 @@ import processes
 from backdrop import Backdrop, Backdrop2d, Skip, distributed
 from backdrop.distributed import all_gather
 from backdrop.graph import cost
-from backdrop.losses import class_distance_loss, rank_statistic_loss, soft_f_beta_loss, squared_hinge_auc_loss
+from backdrop.losses import (
+    average_precision_loss,
+    class_distance_loss,
+    concordance_loss,
+    ndcg_loss,
+    partial_auc_loss,
+    rank_statistic_loss,
+    soft_f_beta_loss,
+    spearman_loss,
+    squared_hinge_auc_loss,
+)
 
 LOSSES = {
     "rank statistic": lambda x, y, **more: rank_statistic_loss(x[:, 0], y, **more),
@@ -19,6 +29,15 @@ LOSSES = {
     "class distance": lambda x, y, **more: class_distance_loss(x, y, distance=1, **more),
     "soft F-beta": lambda x, y, **more: soft_f_beta_loss(x[:, 0].sigmoid(), y, **more),
 }
+WARM = {"temperature": 0.3}
+RANKED = {  # losses on ranks, without masks
+    "average precision": lambda x, y, **more: average_precision_loss(x[:, 0], y, **WARM, **more),
+    "NDCG": lambda x, y, **more: ndcg_loss(x[:, 0], y, **WARM, **more),
+    "partial AUC": lambda x, y, **more: partial_auc_loss(x[:, 0], y, max_fpr=0.3, **WARM, **more),
+    "Spearman": lambda x, y, **more: spearman_loss(x[:, 0], x[:, 1], **WARM, **more),
+    "concordance": lambda x, y, **more: concordance_loss(x[:, 0], x[:, 1].round(decimals=1), y, **WARM, **more),
+}
+EVERY = LOSSES | RANKED
 SIZES = {"even": [4, 4, 4], "uneven": [5, 2, 6], "one empty": [7, 0, 3]}
 MASKS = {  # how the layer is made for one process and for many
     "no mask": None,
@@ -81,7 +100,7 @@ def three_steps(model, loss, x, labels, weight):
 
 def on_one_process(sizes, mask, loss):
     x, labels, weight = (torch.cat(each) for each in batches(sizes))
-    return three_steps(Masked(network(), mask_for(MASKS[mask], group="world")), LOSSES[loss], x, labels, weight)
+    return three_steps(Masked(network(), mask_for(MASKS[mask], group="world")), EVERY[loss], x, labels, weight)
 
 
 def sizes_for(kind, world):
@@ -108,7 +127,7 @@ def _train(rank, world, wrapper, cases):
             model = fully_shard(model, mesh=mesh)
         else:
             model = DistributedDataParallel(model)
-        over_group = lambda *args, loss=loss, **more: LOSSES[loss](*args, group="world", **more)  # noqa: E731
+        over_group = lambda *args, loss=loss, **more: EVERY[loss](*args, group="world", **more)  # noqa: E731
         found[kind, mask, loss] = three_steps(model, over_group, *(each[rank] for each in batches(sizes)))
     return found
 
@@ -126,6 +145,8 @@ def test_many_processes_train_like_one(world, wrapper):
         if (wrapper == "DDP" or (kind, mask) in {("even", "exact"), ("uneven", "Bernoulli"), ("even", "one kept")})
         and not (wrapper == "Skip" and mask == "no mask")
     ]
+    if wrapper == "DDP":
+        cases += [(kind, "no mask", loss) for kind in SIZES for loss in RANKED]
     everywhere = processes.run(_train, world, world, wrapper, cases)
     for case in cases:
         expected = on_one_process(sizes_for(case[0], world), *case[1:])
@@ -321,6 +342,6 @@ def test_one_process_alone():
     assert torch.equal(*drawn)
     assert grouped.eval()(x) is x
     labels = torch.arange(6) % 2
-    for loss in LOSSES.values():
+    for loss in EVERY.values():
         assert torch.equal(loss(x, labels, group="world"), loss(x, labels))
     assert distributed.resolve("world") is None

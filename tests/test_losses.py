@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backdrop import Backdrop, _pairs
+from backdrop import Backdrop
 from backdrop.losses import (
     ClassDistanceLoss,
     RankStatisticLoss,
     SoftFBetaLoss,
     SquaredHingeAUCLoss,
+    _pairs,
+    _soft_ranks,
     class_distance_loss,
     rank_statistic_loss,
     soft_f_beta_loss,
@@ -28,6 +30,22 @@ AUC_LOSSES = {
     "rank statistic": (rank_statistic_loss, "temperature", 0.7, lambda x, t: torch.sigmoid(x / t)),
     "squared hinge": (squared_hinge_auc_loss, "margin", 0.7, lambda x, m: (m + x).clamp(min=0).square()),
 }
+
+
+WAYS = {  # pairs up to which all are taken at once, negatives or positives up to which they are, scores in a chunk
+    "as it comes": None,
+    "pairs": (2**40, 0, 64),
+    "tiles": (50, 1000, 64),
+    "sorted": (0, 0, 64),
+}
+
+
+def take(way, monkeypatch):
+    if WAYS[way]:
+        pairs, few, chunk = WAYS[way]
+        monkeypatch.setattr(_pairs, "PAIRS", pairs)
+        monkeypatch.setattr(_pairs, "FEW", few)
+        monkeypatch.setitem(_soft_ranks.CHUNK, "cpu", chunk)
 
 
 def over_all_pairs(scores, labels, weight, function, setting):
@@ -45,12 +63,10 @@ def batch(n=60, dtype=torch.float64):
 @pytest.mark.parametrize("kind", AUC_LOSSES)
 @pytest.mark.parametrize("setting", [0.7, 1.0, 0.01])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("tile", [None, 64])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("few", [False, True])
-def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, few, monkeypatch):
-    if tile:
-        monkeypatch.setitem(_pairs.TILE, "cpu", tile)
-        monkeypatch.setitem(_pairs.MOST, "cpu", 7)
+def test_auc_losses_against_all_pairs(kind, setting, weighted, way, few, monkeypatch):
+    take(way, monkeypatch)
     loss, name, _, function = AUC_LOSSES[kind]
     scores, labels, weight = batch(300)
     if few:
@@ -64,9 +80,10 @@ def test_auc_losses_against_all_pairs(kind, setting, weighted, tile, few, monkey
 
 @pytest.mark.parametrize("kind", AUC_LOSSES)
 @pytest.mark.parametrize("spread", [1e-3, 30, 1e3])
-def test_auc_losses_far_from_and_near_each_other(kind, spread, monkeypatch):
-    """Where sigmoids saturate whole tiles are left out, and sums of squares could cancel."""
-    monkeypatch.setitem(_pairs.TILE, "cpu", 256)
+@pytest.mark.parametrize("way", WAYS)
+def test_auc_losses_far_from_and_near_each_other(kind, spread, way, monkeypatch):
+    """Where exponentials vanish, and sums of squares could cancel."""
+    take(way, monkeypatch)
     loss, _, _, function = AUC_LOSSES[kind]
     scores, labels, weight = batch(400)
     scores = (1e4 * scores.sign() + spread * scores).detach().requires_grad_()  # two heaps, far apart
@@ -327,7 +344,7 @@ def test_memory_grows_with_the_samples_not_the_pairs(kind):
     scores, labels = torch.randn(4000, requires_grad=True), torch.arange(4000) % 2
     with _Largest() as largest:
         AUC_LOSSES[kind][0](scores, labels).backward()
-    assert largest.numel <= max(_pairs.TILE["cpu"], 4 * 4000)  # of 4 million pairs
+    assert largest.numel <= max(_pairs.PAIRS, 40 * 4000)  # of 4 million pairs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -415,3 +432,143 @@ def test_two_masks_on_two_terms():
     torch.testing.assert_close(head.weight.grad, to_f.T @ v)
     torch.testing.assert_close(body.weight.grad, (to_f @ head.weight + to_v).T @ x)
     assert (weights[0] != 0).sum() < (weights[1] != 0).sum()
+
+
+# What the first version got wrong.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("score", [0.5, 321.0])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1e-6, 1.0])
+def test_ties_count_half_at_any_temperature(way, dtype, score, temperature, monkeypatch):
+    take(way, monkeypatch)
+    scores, labels = torch.full((1000,), score, dtype=dtype, requires_grad=True), torch.arange(1000) % 4 == 0
+    loss = rank_statistic_loss(scores, labels, temperature=temperature)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert loss.item() == pytest.approx(0.5, rel=1e-7)
+    expected = torch.where(labels, -1 / 250, 1 / 750) / 4 / temperature
+    torch.testing.assert_close(gradient, expected.to(dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("apart", [-60.0, -20.0, -15.0, 8.0, 15.0, 20.0, 60.0])
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+def test_gradients_of_far_pairs(way, dtype, apart, temperature, monkeypatch):
+    """In float32, 1 - sigmoid(20) is 0; and beyond some distance only one of the two directions has any digits."""
+    take(way, monkeypatch)
+    labels = torch.arange(400) % 2 == 0
+    scores = (labels * apart * temperature + 0.01 * temperature * torch.randn(400)).to(dtype).requires_grad_()
+    wide = scores.detach().double()
+    between = (wide[~labels] - wide[labels][:, None]) / temperature
+    slope = torch.exp(-between.abs()) / (1 + torch.exp(-between.abs())) ** 2 / temperature / 200**2
+    expected = torch.zeros_like(wide)
+    expected[labels], expected[~labels] = -slope.sum(1), slope.sum(0)
+    (gradient,) = torch.autograd.grad(rank_statistic_loss(scores, labels, temperature=temperature), scores)
+    close = 3e-7 if dtype == torch.float32 else 1e-11
+    assert (gradient.double() - expected).norm() <= close * expected.norm()
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", [1e-3, 0.3, 5.0, 100.0])
+@pytest.mark.parametrize("spread", ["normal", "ties", "clusters", "Cauchy"])
+def test_single_precision_against_double(kind, way, setting, spread, monkeypatch):
+    take(way, monkeypatch)
+    loss, name, _, function = AUC_LOSSES[kind]
+    scores = {
+        "normal": torch.randn(300),
+        "ties": torch.randint(7, (300,)).float(),
+        "clusters": torch.randint(4, (300,)) * 10 + 1e-3 * torch.randn(300),
+        "Cauchy": torch.distributions.Cauchy(0.0, 1.0).sample((300,)),
+    }[spread].requires_grad_()
+    labels, weight = torch.rand(300) < 0.3, torch.rand(300)
+    wide = scores.detach().double().requires_grad_()
+    expected = over_all_pairs(wide, labels, weight.double(), function, setting)
+    actual = loss(scores, labels, weight=weight, **{name: setting})
+    assert actual.item() == pytest.approx(expected.item(), rel=3e-7)
+    right, gradient = torch.autograd.grad(expected, wide)[0], torch.autograd.grad(actual, scores)[0]
+    assert (gradient - right).norm() <= 3e-7 * right.norm()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("n", [40, 1500])
+@pytest.mark.parametrize("classes", [False, True])
+def test_samples_of_weight_zero_are_padding(name, n, classes):
+    """Whatever they hold: NaN, infinite scores, labels that are none."""
+    if classes and name != "class distance":
+        scores, labels = torch.randn(n, 3), torch.randint(3, (n,))
+    else:
+        scores, labels = torch.randn(n), torch.randint(2, (n,))
+    call = soft_f_beta_loss if name == "soft F-beta" else CALLS[name]  # the sigmoid of NaN has no gradient
+    scores = (scores.sigmoid() if name == "soft F-beta" else scores).requires_grad_()
+    expected = call(scores, labels)
+    expected.backward()
+    rubbish = torch.tensor([math.nan, math.inf, -math.inf, 1e30, math.nan])
+    rubbish = rubbish[:, None].expand(5, 3) if scores.ndim == 2 else rubbish
+    x = torch.cat([scores.detach(), rubbish]).requires_grad_()
+    weight = torch.cat([torch.full((n,), 3.0), torch.zeros(5)])
+    actual = call(x, torch.cat([labels, torch.full((5,), -100)]), weight=weight)
+    actual.backward()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(x.grad[:n], scores.grad, rtol=1e-5, atol=1e-8)
+    assert not x.grad[n:].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_infinite_scores_in_the_hinge(way, monkeypatch):
+    """In the right order they are free, as ties they cost the margin, in the wrong order without limit."""
+    take(way, monkeypatch)
+    inf = math.inf
+
+    def found(positives, negatives):
+        scores = torch.tensor([*positives, *negatives], dtype=torch.float64, requires_grad=True)
+        labels = torch.tensor([True] * len(positives) + [False] * len(negatives))
+        loss = squared_hinge_auc_loss(scores, labels, margin=0.5)
+        (gradient,) = torch.autograd.grad(loss, scores)
+        return loss.item(), gradient.tolist()
+
+    assert found([inf, 1.0], [0.0, 0.75]) == (0.0625 / 4, [0, -0.125, 0, 0.125])
+    assert found([0.0], [-inf, 0.0]) == (0.125, [-0.5, 0, 0.5])
+    assert found([inf], [-inf]) == (0, [0, 0])
+    assert found([inf, 5.0], [inf, 0.0])[1] == [-0.25, -inf, inf, 0]
+    assert found([inf], [inf, 0.0]) == (0.125, [-0.5, 0.5, 0])
+    assert found([-inf], [-inf, -inf]) == (0.25, [-1, 0.5, 0.5])
+    assert found([-inf, 3.0], [0.0, -inf]) == (inf, [-inf, 0, inf, 0.25])
+    assert found([0.0], [inf]) == (inf, [-inf, inf])
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+def test_many_classes_at_once(kind):
+    """Without a loop over classes: as many operations for 60 as for 3."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    found = []
+    for classes in (3, 60):
+        scores, labels = torch.randn(4000, classes, requires_grad=True), torch.randint(classes, (4000,))
+        with Count() as count:
+            AUC_LOSSES[kind][0](scores, labels).backward()
+        found.append(count.calls)
+    assert found[1] < 4 * found[0]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 20.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_few_against_many_in_tiles(temperature, weighted):
+    scores, labels = torch.randn(50_000, requires_grad=True), torch.zeros(50_000, dtype=torch.bool)
+    labels[[5, 100, 49_999]] = True
+    weight = torch.rand(50_000) if weighted else None
+    actual = rank_statistic_loss(scores, labels, temperature=temperature, weight=weight)
+    wide = scores.detach().double().requires_grad_()
+    ones = torch.ones(50_000, dtype=torch.float64) if weight is None else weight.double()
+    expected = over_all_pairs(wide, labels, ones, lambda x, t: torch.sigmoid(x / t), temperature)
+    assert actual.item() == pytest.approx(expected.item(), rel=3e-7)
+    right, gradient = torch.autograd.grad(expected, wide)[0], torch.autograd.grad(actual, scores)[0]
+    assert (gradient - right).norm() <= 3e-7 * right.norm()

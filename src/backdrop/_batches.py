@@ -12,16 +12,37 @@ from torch import Tensor
 from backdrop.distributed import Group, all_gather, check_group, resolve
 
 SingleClass: TypeAlias = Literal["error", "zero"]
-LEAST = {"temperature": 1e-30, "margin": 0.0, "distance": 0.0, "beta": 1e-6}
+LEAST = {"temperature": 1e-30, "margin": 0.0, "distance": 0.0, "beta": 1e-6, "max_fpr": 1e-9}
+MOST = {"max_fpr": 1.0}
 
 
 class Batch(NamedTuple):
-    """One or several problems of positives against negatives, over the samples of all processes."""
+    """One or several problems of positives against negatives, over the samples of all processes.
 
-    inputs: Tensor  # (n, problems), with the graph
+    Samples without weight are padding: neither positive nor negative, whatever their scores and labels are.
+    """
+
+    inputs: Tensor  # (n, problems), with the graph; 0 for padding
     positive: Tensor  # (n, problems)
-    weight: Tensor  # (n,), float32 or float64
+    negative: Tensor  # (n, problems)
+    weight: Tensor | None  # (n,), float32 or float64, the largest 1; None where all are
     present: list[int]  # problems that have both
+    counts: list[tuple[int, int]]  # how many of each these have
+    sides: tuple[Tensor, Tensor] | None  # where there is one problem: which samples are positive, and which negative
+
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs of the problems that are present, and the weights of their positives and negatives.
+
+        (problems, n), the weights in float64.
+        """
+        found = [self.inputs, self.positive, self.negative]
+        if len(self.present) < self.inputs.shape[1]:
+            found = [each[:, self.present] for each in found]
+        inputs, *sides = (each.T for each in found)
+        sides = [each.double() for each in sides]
+        if self.weight is not None:
+            sides = [each.mul_(self.weight) for each in sides]
+        return inputs, sides[0], sides[1]
 
 
 def gather_batch(
@@ -31,34 +52,47 @@ def gather_batch(
     if inputs.ndim not in (1, 2):
         raise ValueError(f"{name} has to have the shape (n,), (n, 1) or (n, classes), but got {tuple(inputs.shape)}")
     columns = inputs[:, None] if inputs.ndim == 1 else inputs
-    problems = columns.shape[1]
-    allowed = [(len(columns),), (len(columns), problems)]
-    if tuple(labels.shape) not in allowed:
+    n, problems = columns.shape
+    if tuple(labels.shape) not in ((n,), (n, problems)):
         raise ValueError(
-            f"labels has to have the shape {' or '.join(map(str, allowed))} to go with {name} of shape "
-            f"{tuple(inputs.shape)}, but got {tuple(labels.shape)}"
+            f"labels has to have the shape {(n,)} or {(n, problems)} to go with {name} of shape {tuple(inputs.shape)}, "
+            f"but got {tuple(labels.shape)}"
         )
-    weights = make_weights(weight, columns)
     labels = labels[:, None] if labels.ndim == 1 else labels
     processes = resolve(group)
-    if processes is not None:
+    weights = None if weight is None and processes is None else make_weights(weight, columns)
+    if processes is not None and weights is not None:
         packed = torch.cat([columns.double(), labels.double(), weights[:, None].double()], 1)
         sizes = [problems, labels.shape[1], 1]
         parts = torch.split(all_gather(packed, processes, same_loss=True), sizes, 1)
         columns, labels, weights = parts[0].to(inputs.dtype), parts[1].detach(), parts[2][:, 0].to(weights.dtype)
+        n = len(columns)
     indices = labels.shape[1] < problems
-    classes = torch.arange(problems, device=labels.device)
-    positive = labels == (classes if indices else 1)
-    legal, weights = normalise(weights)
-    counted = weights[:, None] > 0
-    both = (positive & counted).any(0) & (~positive & counted).any(0)
-    right = (positive.any(1) if indices else (labels == 0) | (labels == 1)).all()
-    legal, right, *present = torch.stack([legal, right, *both]).tolist()
-    check_weights(legal)
+    positive = labels == (torch.arange(problems, device=labels.device) if indices else 1)
+    negative = ~positive if indices else labels == 0
+    found = []
+    if weights is not None:
+        legal, weights = normalise(weights)
+        padding = weights[:, None] == 0
+        columns = columns.masked_fill(padding, 0)
+        positive, negative = positive & ~padding, negative & ~padding
+        found = [(~padding).sum(0), legal[None]]
+    sides = (positive.view(-1).nonzero().view(-1), negative.view(-1).nonzero().view(-1)) if problems == 1 else None
+    counts = [] if sides is None else [len(side) for side in sides]
+    if sides is None or found:
+        found = [*([positive.sum(0), negative.sum(0)] if sides is None else []), *found]
+        counts += torch.cat(found).tolist()  # one wait for a GPU
+    if weights is not None:
+        check_weights(bool(counts.pop()))
+        n = counts.pop()
+    positives, negatives = counts[:problems], counts[problems:]
+    right = sum(positives) == n if indices else all(a + b == n for a, b in zip(positives, negatives, strict=True))
     if not right:
         what = f"classes from 0 to {problems - 1}" if indices else "0 and 1"
-        raise ValueError(f"labels has to hold {what}, but got {torch.unique(labels)[:10].tolist()}")
-    return Batch(columns, positive, weights, [i for i, each in enumerate(present) if each])
+        given = labels if weights is None else labels[weights > 0]
+        raise ValueError(f"labels has to hold {what}, but got {torch.unique(given)[:10].tolist()}")
+    both = [(i, each) for i, each in enumerate(zip(positives, negatives, strict=True)) if all(each)]
+    return Batch(columns, positive, negative, weights, [i for i, _ in both], [each for _, each in both], sides)
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -89,16 +123,18 @@ def check_weights(legal: bool) -> None:
         raise ValueError("weight has to hold finite numbers of at least 0, but got others")
 
 
-def check_inputs(name: str, inputs: Tensor, labels: Tensor, single_class: SingleClass, group: Group) -> None:
+def check_inputs(
+    name: str, inputs: Tensor, labels: Tensor, single_class: SingleClass, group: Group, second: str = "labels"
+) -> None:
     check_settings(single_class, group)
-    for what, given in ((name, inputs), ("labels", labels)):
+    for what, given in ((name, inputs), (second, labels)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{what} has to be a tensor, but got {type(given).__name__}")
     if not inputs.is_floating_point():
         raise TypeError(f"{name} has to be a floating-point tensor, but got {inputs.dtype}")
     if labels.is_complex() or labels.device != inputs.device:
         raise ValueError(
-            f"labels has to be a bool, integer or float tensor on the device of {name}, {inputs.device}, but got "
+            f"{second} has to be a bool, integer or float tensor on the device of {name}, {inputs.device}, but got "
             f"{labels.dtype} on {labels.device}"
         )
 
@@ -114,4 +150,6 @@ def check_number(name: str, value: float) -> float:
         raise TypeError(f"{name} has to be a number, but got {value!r} of type {type(value).__name__}")
     if not LEAST[name] <= value < math.inf:
         raise ValueError(f"{name} has to be a finite number of at least {LEAST[name]:g}, but got {value}")
+    if value > MOST.get(name, math.inf):
+        raise ValueError(f"{name} has to be in (0, {MOST[name]:g}], but got {value}")
     return float(value)
