@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 Task = Annotated[
     str,
-    typer.Argument(help="gp, ponce, cifar10, auc, latent, or your own: FILE.py:CLASS or MODULE:CLASS."),
+    typer.Argument(help="gp, ponce, cifar10, auc, latent, or your own, which is run: FILE.py:CLASS or MODULE:CLASS."),
+]
+Own = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:CLASS",
+        help="The study's task, where it is one of your own. It is run; that a study names it is not enough.",
+        show_default=False,
+    ),
 ]
 Preset = Annotated[str, typer.Option(help="quick (2 CPU cores, minutes) or paper (a GPU).")]
 Place = Annotated[
@@ -141,9 +149,7 @@ def worker(
     folder: Folder = Path("runs"),
     workers: Workers = None,
     wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
-    task: Annotated[
-        str | None, typer.Option(help="FILE.py:CLASS of your own task, if it lies elsewhere on this machine.")
-    ] = None,
+    task: Own = None,
     accelerator: Accelerator = "auto",
     devices: Devices = 1,
     strategy: Strategy = "auto",
@@ -192,8 +198,13 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="A file or a folder. Else the study's folder.", show_default=False)
     ] = None,
+    task: Own = None,
 ) -> None:
-    """Turn a study into a page, a text, tables or pictures."""
+    """Turn a study into a page, a text, tables or pictures.
+
+    Nothing of the study is run: its records are all that is needed. With --task the report also knows the presets of a
+    task of your own.
+    """
     with errors_in_red():
         from backdrop.experiments.report.write import write_report
         from backdrop.experiments.study.lookup import open_study
@@ -203,14 +214,14 @@ def report(
         with open_study(study, storage, folder) as found:
             home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
             home = home.parent if home.is_file() else home
-            kind, records = found.spec.find_task(), found.records()
+            kind, records = found.spec.shown_task(task), found.records()
             files = write_report(
                 kind,
                 found.name,
                 records,
                 out or home,
                 format=format_,  # type: ignore[arg-type]  # checked there
-                command=again(found.name, found.spec, records),
+                command=again(found.name, found.spec, records, kind),
                 spec=found.spec,
             )
         for path in files:

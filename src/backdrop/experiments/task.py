@@ -231,8 +231,14 @@ def find_preset(task: type[Task], name: str) -> Preset:
     return task.presets[name]
 
 
+NAMED: dict[str, type[Task]] = {}  # tasks of one's own that were named in this process, by `reference`
+
+
 def find_task(name: str) -> type[Task]:
-    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`."""
+    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`.
+
+    This runs the module or the file, so the name has to come from the user, never from a file or a database.
+    """
     from backdrop.experiments.tasks import TASKS
 
     if name in TASKS:
@@ -246,7 +252,19 @@ def find_task(name: str) -> type[Task]:
     found = getattr(_module(where), which, None)
     if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
         raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
+    NAMED[reference(found)] = found
     return found
+
+
+def known_task(where: str, name: str) -> type[Task] | None:
+    """The task that a file names, by its place and its own name, if it is there already: nothing is run for it.
+
+    These are the tasks of the paper, and those that the user has named in this process.
+    """
+    from backdrop.experiments.tasks import TASKS
+
+    found = TASKS.get(where) or NAMED.get(where)
+    return found if found is not None and found.name == name else None
 
 
 def reference(task: type[Task]) -> str:

@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 import backdrop
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build, parse
-from backdrop.experiments.task import Task, find_preset, find_task, reference, trial_key
+from backdrop.experiments.task import Preset, Task, find_preset, find_task, known_task, reference, trial_key
+from backdrop.experiments.tasks import TASKS
 
 __all__ = [
     "Readable",
@@ -54,6 +55,8 @@ class Spec:
         threads: of torch in each trial; another number could change the last bits of a result.
         backdrop: the version that began it.
         units: of each mask, for `tune`.
+        masks: settings that hold a mask probability.
+        title: of the task, in a line.
     """
 
     kind: Literal["grid", "tune"]
@@ -67,6 +70,8 @@ class Spec:
     threads: int = 1
     backdrop: str = backdrop.__version__
     units: dict[str, int] = field(default_factory=dict)
+    masks: tuple[str, ...] = ()
+    title: str = ""
 
     @property
     def name(self) -> str:
@@ -82,14 +87,34 @@ class Spec:
     def from_json(cls, values: Mapping[str, Any]) -> Spec:
         known = {item.name for item in dataclasses.fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
-        return cls(**{**found, "varied": tuple(found["varied"])})
+        masks = found.get("masks") or [name for name in found["varied"] if name == "p" or name.startswith("p_")]
+        return cls(**{**found, "varied": tuple(found["varied"]), "masks": tuple(masks)})
 
     def find_task(self, where: str | None = None) -> type[Task]:
-        """The class of the task; `where` if it lies elsewhere on this machine."""
-        found = find_task(where or self.task)
+        """The class of the task.
+
+        Args:
+            where: what the user says it is found by. Without it, a task of the paper, or one that the user has named in
+                this process before: what a study says of itself is not run.
+        """
+        found = find_task(where) if where is not None else known_task(self.task, self.task_name)
+        if found is None:
+            raise ValueError(
+                f"this study is of a task of its own, {self.task_name} in {self.task}; nothing is run because a study "
+                "names it, so name it with --task FILE.py:CLASS if you trust it"
+            )
         if found.name != self.task_name:
             raise ValueError(f"this study is of the task {self.task_name}, but got {found.name}")
         return found
+
+    def shown_task(self, where: str | None = None) -> type[Task]:
+        """The class of the task as far as a report needs it: without `where`, nothing of the user's own is run."""
+        if where is None and (self.task not in TASKS or TASKS[self.task].name != self.task_name):
+            about = {"name": self.task_name, "title": self.title or self.task_name, "presets": {}}
+            return type(
+                "Recorded", (Task,), {**about, **{n: getattr(self, n) for n in ("masks", "metric", "maximize")}}
+            )
+        return self.find_task(where)
 
     def key(self, settings: Mapping[str, Any]) -> str:
         return trial_key(self.task_name, settings)
@@ -142,6 +167,8 @@ def describe(kind: type[Task], preset: str, settings: Mapping[str, Any], varied:
         varied=tuple(name for name in settings if name in varied),
         metric=kind.metric,
         maximize=kind.maximize,
+        masks=tuple(kind.masks),
+        title=kind.title,
     )
 
 
@@ -184,13 +211,21 @@ def check_extends(stored: Spec, name: str, spec: Spec, points: Sequence[Mapping[
         )
 
 
-def again(name: str, spec: Spec, records: Sequence[Record]) -> str:
-    """The command that makes a study once more: its preset, and what is not as there."""
-    kind = spec.find_task()
-    preset = find_preset(kind, spec.preset)
+def again(name: str, spec: Spec, records: Sequence[Record], task: type[Task] | None = None) -> str:
+    """The command that makes a study once more: its preset, and what is not as there.
+
+    Args:
+        name: of the study.
+        spec: what it is about.
+        records: its trials.
+        task: its class; by default as `Spec.shown_task` finds it, without the preset of a task of one's own.
+    """
+    kind = task or spec.shown_task()
+    preset = kind.presets.get(spec.preset) or Preset({}, [], 0)
+    defaults = all_settings(kind, preset.base) if kind.presets else {}
     words = ["backdrop", "run" if spec.kind == "grid" else "tune", spec.task, "--preset", spec.preset]
     words += ["--name", name] if name != spec.name else []
-    shared, named = all_settings(kind, preset.base), {setting for point in preset.grid for setting in point}
+    shared, named = defaults, {setting for point in preset.grid for setting in point}
     ours = {*kind.masks, "seed", "judge"} if spec.kind == "tune" else set()
     said = {"skip"} if spec.preset == "paper" else set()  # another on a GPU, unless it is given
     said |= named if spec.kind == "grid" else set()

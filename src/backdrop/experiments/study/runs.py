@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import live, lookup
@@ -22,6 +23,7 @@ from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, th
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
+from backdrop.experiments.task import reference
 from backdrop.experiments.train import Options, fit
 
 __all__ = ["Place", "join", "run", "show", "tune"]
@@ -92,8 +94,8 @@ def run(
             study.add(spec, points)
             if retry:
                 study.retry()
-        _work(study, home, options, workers)
-        return _finish(study, home, storage.place if place.storage else None)
+        _work(study, home, options, workers, task=spec.task)
+        return _finish(study, home, storage.place if place.storage else None, spec.task)
 
 
 def tune(
@@ -121,8 +123,8 @@ def tune(
             search.add_slots(study, spec, trials)
             if retry:
                 study.retry()
-        _work(study, home, options, workers)
-        failed = _finish(study, home, storage.place if place.storage else None)
+        _work(study, home, options, workers, task=spec.task)
+        failed = _finish(study, home, storage.place if place.storage else None, spec.task)
         if best := search.best(study.spec, study.records(), count=1):
             command = search.run_command(name, study.spec, best[0], task=task)
             _say(f"the best settings, and the same without masks, on the test set: {command}")
@@ -141,10 +143,10 @@ def join(
         raise lookup.unknown(name, place.folder)
     with open_storage(place.storage or home / JOURNAL) as storage:
         study = Study(storage, name)
-        study.spec.find_task(task)  # before workers are started to find that it is wrong
+        kind = study.spec.find_task(task)  # before workers are started to find that it is wrong
         waiting = live.counts(study.records())["waiting"]
         workers = workers or workers_for(options.accelerator, options.devices, waiting)
-        _work(study, home, options, workers, task=task, wait=wait)
+        _work(study, home, options, workers, task=reference(kind), wait=wait)
         _say(f"{name}: {_counted(study)}")
 
 
@@ -194,9 +196,7 @@ def _skip(overrides: Sequence[str], stored: Spec | None, spec: Spec, options: Op
     return ["skip=sampled"] if spec.preset == "paper" and on_gpu and spec.base["skip"] == "off" else []
 
 
-def _work(
-    study: Study, home: Path, options: Options, workers: int, *, task: str | None = None, wait: bool = True
-) -> None:
+def _work(study: Study, home: Path, options: Options, workers: int, *, task: str, wait: bool = True) -> None:
     """Works on a study, here or with several processes, and shows it."""
     if not study.is_unfinished():
         return
@@ -221,20 +221,21 @@ def _counted(study: Readable) -> str:
 def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
     """One configuration, where Optuna is not installed; whether any of its trials failed."""
     check_one(points, spec.varied)
-    study, kind = PlainStudy.begin(home, spec, points), spec.find_task()
+    study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
     options = replace(options, threads=study.spec.threads)
 
     def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
-        fit(kind(build(kind.Settings, settings), data_root=options.data_root), folder, options, on_epoch)
+        task = kind(build(kind.Settings, settings), data_root=options.data_root)
+        fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
 
     with advice_if_full(), live.Display(study, Console(stderr=True)):
         study.run(points, train)
-    return _finish(study, home, None)
+    return _finish(study, home, None, spec.task)
 
 
-def _finish(study: Readable, home: Path, storage: str | None) -> bool:
+def _finish(study: Readable, home: Path, storage: str | None, task: str) -> bool:
     """Shows what came of a study; whether a trial failed."""
-    kind, records, console = study.spec.find_task(), study.records(), Console()
+    kind, records, console = study.spec.find_task(task), study.records(), Console()
     if any(record.metrics for record in records):
         console.print(live.results_table(kind, study.spec, records))
         console.print(live.result(kind, records))

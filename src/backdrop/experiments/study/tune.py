@@ -115,7 +115,7 @@ def run_command(study: str, spec: Spec, record: Record, *, seeds: int = 5, task:
 
     With two masks or more it also runs each of them alone.
     """
-    kind = spec.find_task()
+    kind = spec.find_task(task)
     named = dict.fromkeys(name for point in kind.presets[spec.preset].grid for name in point)
     preset = all_settings(kind, kind.presets[spec.preset].base)
     own = ("judge", "seed", "evaluations")  # of the search
