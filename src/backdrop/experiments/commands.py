@@ -188,6 +188,24 @@ def status(
 
 
 @app.command()
+def repair(
+    study: Annotated[
+        str, typer.Argument(help="The name of the study, its folder, or a journal file.", show_default=False)
+    ],
+    folder: Folder = Path("runs"),
+) -> None:
+    """Rebuild a journal of which lines cannot be read, from what is there.
+
+    Results come from the lines that can be read, from the trials' result.json and from the study's log. The old journal
+    is kept beside the new one. Stop all workers first. Nothing of the study is run.
+    """
+    with errors_in_red():
+        from backdrop.experiments.study import runs
+
+        runs.mend(study, folder.expanduser())
+
+
+@app.command()
 def report(
     study: Annotated[
         str, typer.Argument(help="The name of the study, its folder, or a JSON file.", show_default=False)

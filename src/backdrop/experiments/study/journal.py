@@ -2,14 +2,17 @@
 
 Every change is a line at the end of the file, written under a lock that ends with the process that holds it. A write
 that was cut short, by SIGKILL or a full disk, leaves a torn last line: it never happened, and the next write removes
-it. Lines carry a checksum; one in the middle that is damaged is an error that names it, and `repair` says what is left.
+it. Lines carry a checksum, and that of the line before: one in the middle that is damaged or missing is an error that
+names it, and `repair` says what is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +27,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["CHUNK", "Damaged", "Journal", "lines", "read_line"]
+__all__ = ["CHUNK", "Damaged", "Journal", "lines", "links", "read_line"]
 
-SUM = b',"crc32":"'  # and eight digits, `"}` and the end of the line
+TAIL = re.compile(rb',"after":"([0-9a-f]{8})","crc32":"([0-9a-f]{8})"}\n\Z')
+TAIL_SIZE = len(b',"after":"00000000","crc32":"00000000"}\n')
+NONE = b"00000000"  # instead of the checksum of a line that has none
 
 # What every change has to say besides "op_code" and "worker_id", by its code.
 FIELDS: dict[int, tuple[tuple[str, type], ...]] = {
@@ -63,29 +68,45 @@ class Journal(JournalFileBackend):
         super().__init__(str(path))
         self._journal = path
         self._open_lock = None if _has_flock(path) else JournalFileOpenLock(str(path))
-        self._ends = [0]  # where each line that was read ends
+        self._ends = [(0, NONE)]  # where each line that was read ends, and its checksum
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         """The changes from a number on; a torn last line is none."""
-        number = min(log_number_from, len(self._ends) - 1)
         with self._journal.open("rb") as file:
-            file.seek(self._ends[number])
-            for line in lines(file):
-                try:
-                    log = read_line(line)
-                except ValueError as error:
-                    raise Damaged(self._journal, number + 1, str(error)) from None
-                number += 1
-                if number == len(self._ends):
-                    self._ends.append(self._ends[-1] + len(line))
-                if number > log_number_from:
-                    yield log
+            try:
+                found = self._read(file, log_number_from)
+            except Damaged:  # or seen while it was written
+                with self._locked(file):
+                    found = self._read(file, log_number_from)
+        return iter(found)
+
+    def _read(self, file: IO[bytes], start: int) -> list[dict[str, Any]]:
+        number, found = min(start, len(self._ends) - 1), []
+        file.seek(self._ends[number][0])
+        for line in lines(file.read()):
+            try:
+                log, (after, checksum) = read_line(line), links(line)
+                if after not in (None, self._ends[number][1]):
+                    raise ValueError("does not follow the one before it: some are missing")
+            except ValueError as error:
+                raise Damaged(self._journal, number + 1, str(error)) from None
+            number += 1
+            if number == len(self._ends):
+                self._ends.append((self._ends[-1][0] + len(line), checksum))
+            if number > start:
+                found.append(log)
+        return found
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        rest = memoryview(b"".join(map(_line, logs)))
         with self._journal.open("rb+", buffering=0) as file, self._locked(file):
             cut(file)
-            file.seek(0, os.SEEK_END)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_SIZE))
+            content, (_, checksum) = b"", links(file.read(TAIL_SIZE))
+            for log in logs:
+                line, checksum = _line(log, checksum)
+                content += line
+            rest = memoryview(content)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -107,9 +128,9 @@ class Journal(JournalFileBackend):
             self._open_lock.release()
 
 
-def lines(file: IO[bytes]) -> Iterator[bytes]:
+def lines(content: bytes) -> Iterator[bytes]:
     """The lines of a journal but a torn last one."""
-    return (line for line in file if line.endswith(b"\n"))
+    return (line for line in io.BytesIO(content) if line.endswith(b"\n"))
 
 
 def read_line(line: bytes) -> dict[str, Any]:
@@ -124,8 +145,7 @@ def read_line(line: bytes) -> dict[str, Any]:
     fields = FIELDS.get(code) if type(code) is int else None
     if fields is None:
         raise ValueError("is no change of a study")
-    content = line[: -len(SUM) - 11]
-    if "crc32" in log and line != content + _sum(content):
+    if ("crc32" in log or "after" in log) and line != _signed(line[:-TAIL_SIZE], *links(line)[:1])[0]:
         raise ValueError("is damaged: its checksum does not fit")
     for name, kind in fields:
         if type(log.get(name)) is not kind:
@@ -134,14 +154,21 @@ def read_line(line: bytes) -> dict[str, Any]:
     return found
 
 
-def _line(log: dict[str, Any]) -> bytes:
-    """A change as it stands in the file, with its checksum."""
-    content = json.dumps(log, separators=(",", ":")).encode()[:-1]
-    return content + _sum(content)
+def links(line: bytes) -> tuple[bytes | None, bytes]:
+    """The checksum of the line before, and its own, as a line says them."""
+    found = TAIL.match(line[-TAIL_SIZE:])
+    return (found[1], found[2]) if found else (None, NONE)
 
 
-def _sum(content: bytes) -> bytes:
-    return SUM + b'%08x"}\n' % zlib.crc32(content)
+def _line(log: dict[str, Any], after: bytes) -> tuple[bytes, bytes]:
+    """A change as it stands in the file, and its checksum."""
+    return _signed(json.dumps(log, separators=(",", ":")).encode()[:-1], after)
+
+
+def _signed(content: bytes, after: bytes | None) -> tuple[bytes, bytes]:
+    content += b',"after":"%s"' % (after or NONE)
+    checksum = b"%08x" % zlib.crc32(content)
+    return content + b',"crc32":"%s"}\n' % checksum, checksum
 
 
 def _has_flock(path: Path) -> bool:

@@ -21,12 +21,12 @@ from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
 from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for, workers_for
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
-from backdrop.experiments.study.study import Study, studies
+from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
 from backdrop.experiments.task import reference
 from backdrop.experiments.train import Options, fit
 
-__all__ = ["Place", "join", "run", "show", "tune"]
+__all__ = ["Place", "join", "mend", "run", "show", "tune"]
 
 NEEDS = "needs Optuna: pip install 'torch-backdrop[experiments]'"
 
@@ -150,16 +150,44 @@ def join(
         _say(f"{name}: {_counted(study)}")
 
 
+def mend(name: str, folder: Path) -> None:
+    """Rebuilds the journal of a study, and says what is in it now."""
+    if not lookup.has_optuna():
+        raise RuntimeError(f"repair {NEEDS}")
+    from backdrop.experiments.study.repair import repair
+
+    places = [Path(name)] if Path(name).is_file() else [folder / name / JOURNAL, Path(name) / JOURNAL]
+    there = [path for path in places if path.is_file()]
+    if not there:
+        raise lookup.unknown(name, folder)
+    done = repair(there[0], [folder])
+    if done.kept is None:
+        _say(f"all lines of {done.journal} can be read: there is nothing to repair")
+        return
+    numbers = ", ".join(map(str, done.lost[:20])) + (", ..." if len(done.lost) > 20 else "")
+    _say(f"{len(done.lost)} bad lines in {done.journal}: {numbers}; the old file is kept as {done.kept}")
+    for study, saved in done.studies.items():
+        counted = ", ".join(f"{number} {STATES[state]}" for state, number in saved.states.items()) or "no trials"
+        more = f" ({saved.from_results} of them from result.json)" if saved.from_results else ""
+        again = (
+            f"{saved.again} results could not be saved, because" if saved.again else "no result that was seen is lost;"
+        )
+        why = " nothing says which trials they are of;" if saved.again else ""
+        _say(f"{study}: {counted}{more}; {again}{why} the command that began the study runs what is missing")
+
+
 def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool = False, clear: bool = False) -> None:
     """Prints how far studies are, or one study with its trials."""
+    problems: list[Exception] = []
     with contextlib.ExitStack() as stack:
         if name is None:
-            found = stack.enter_context(lookup.open_all(storage, folder))
+            found, problems = stack.enter_context(lookup.open_all(storage, folder))
         else:
             found = [stack.enter_context(lookup.open_study(name, storage, folder))]
         known = [(study, study.records()) for study in found]
     if as_json:
         print(json.dumps([_as_json(study, records, name is not None) for study, records in known], indent=1))
+        _raise(problems)
         return
     console = Console()
     if clear:
@@ -168,8 +196,15 @@ def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool =
         console.print(live.progress(study, records))
         if name is not None:
             console.print(live.trials_table(study, records))
-    if not known:
+    if not known and not problems:
         _say(f"there are no studies in {'this storage' if storage else folder}")
+    _raise(problems)
+
+
+def _raise(problems: Sequence[Exception]) -> None:
+    """What could not be shown, after what could."""
+    if problems:
+        raise ValueError("\n".join(map(str, problems)))
 
 
 def _as_json(study: Readable, records: Sequence[Record], trials: bool) -> dict[str, Any]:
