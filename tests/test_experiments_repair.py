@@ -91,6 +91,15 @@ def changed_lines(content, random):
     return b"".join(rows)
 
 
+def told(kind, function, *args):
+    """What an error says, if there is one."""
+    try:
+        function(*args)
+    except kind as error:
+        return str(error)
+    return None
+
+
 def as_before(content):
     """As lines were before they had checksums."""
     return b"".join(line[:-TAIL_SIZE] + b"}\n" for line in content.splitlines(keepends=True))
@@ -107,20 +116,19 @@ def test_what_repair_saves_is_right(tmp_path, finished, damage, alone):
         path = copied(finished, folder, alone=alone)
         content = damage(path.read_bytes(), np.random.default_rng(seed))
         path.write_bytes(content)
-        try:
-            records(folder)
-        except Damaged as error:
-            assert re.search(rf"{path}, line \d+, .*; backdrop repair {path} rebuilds", str(error))
-        else:
+        problem = told(Damaged, records, folder)
+        if problem is None:
             assert damage is changed_lines  # the last line went
             continue
-        try:
-            done = repair(path, [folder])
-        except ValueError as error:  # what the study is about stands in one line alone
-            assert "move the file away and give the command again" in str(error)
+        assert re.search(rf"{path}, line \d+, .*; backdrop repair {path} rebuilds", problem)
+        repaired = []
+        problem = told(ValueError, lambda found=repaired, path=path, to=folder: found.append(repair(path, [to])))
+        if problem:  # what the study is about stands in one line alone
+            assert "move the file away and give the command again" in problem
             assert path.read_bytes() == content
             beyond += 1
             continue
+        (done,) = repaired
         assert done.kept.read_bytes() == content
         assert sorted(file.name for file in path.parent.iterdir() if file.is_file() and "log" in file.name) == sorted(
             ["journal.log", "journal.log.damaged-1", *([] if alone else ["log.jsonl"])]

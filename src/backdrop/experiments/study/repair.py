@@ -259,8 +259,9 @@ def _check_stopped(path: Path, studies: Sequence[_Study]) -> None:
     for study in studies:
         for trial in study.trials:
             worker = trial.attributes.get("worker")
-            runs = trial.state == 0 and isinstance(worker, dict) and type(worker.get("pid")) is int
-            if runs and alive.is_dead(worker) is False:
+            if not isinstance(worker, dict) or type(worker.get("pid")) is not int:
+                continue
+            if trial.state == 0 and alive.is_dead(worker) is False:
                 raise RuntimeError(f"process {worker['pid']} works on {study.name} in {path}: stop it first")
 
 
