@@ -49,11 +49,14 @@ Seeds = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes that work at the same time. Else one for each GPU, or each core.", show_default=False
+        min=1,
+        max=1024,
+        help="Processes that work at the same time. Else one for each GPU, or each core.",
+        show_default=False,
     ),
 ]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Devices = Annotated[int, typer.Option(min=1, help="Devices that share the batches of one trial.")]
+Devices = Annotated[int, typer.Option(min=1, max=1024, help="Devices that share the batches of one trial.")]
 Strategy = Annotated[str, typer.Option(help="As Lightning Fabric names it, such as ddp.")]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed, 16-mixed or 64-true.", show_default=False)]
 Skip = Annotated[

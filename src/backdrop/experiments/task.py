@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+MOST_SEED = 2**53 - 1  # JSON and databases keep whole numbers so far to the last digit
+
+
 class Examples(NamedTuple):
     """Inputs (n, ...) and labels (n,), on the device where they are used."""
 
@@ -86,9 +89,9 @@ class Settings:
     judge: Literal["test", "validation"] = "test"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "passes", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} has to be at least 1, but got {getattr(self, name)}")
+        parsing.check_finite(self)
+        parsing.check_range(self, 0, MOST_SEED, "seed")
+        parsing.check_range(self, 1, parsing.MOST, "batch_size", "epochs", "passes", "evaluations")
         if not self.lr > 0 or not self.weight_decay >= 0:
             raise ValueError(
                 f"lr has to be above 0 and weight_decay at least 0, but got {self.lr} and {self.weight_decay}"

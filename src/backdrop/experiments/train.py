@@ -41,7 +41,7 @@ from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
 from backdrop.skip import Skip, skip_blocked
 
-__all__ = ["Diverged", "Options", "Outcome", "fit"]
+__all__ = ["Diverged", "Options", "Outcome", "check_device", "fit"]
 
 OnEpoch = Callable[[Mapping[str, Any]], None]
 Note = Callable[[str], None]
@@ -127,6 +127,19 @@ def fit(
         checkpoint.write_result(folder / "result.json", done)
         (folder / "checkpoint.pt").unlink(missing_ok=True)
     return Outcome(**{field.name: done[field.name] for field in dataclasses.fields(Outcome)})
+
+
+def check_device(options: Options) -> None:
+    """An error where this machine has no such accelerator, or there is no such strategy."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Fabric(accelerator=options.accelerator, devices=1, strategy=options.strategy)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"accelerator and strategy have to be some of this machine, but got {options.accelerator} and "
+            f"{options.strategy}: {error}"
+        ) from None
 
 
 def _launch(task: Task, folder: Path, options: Options, on_epoch: OnEpoch | None, note: Note) -> dict[str, Any]:

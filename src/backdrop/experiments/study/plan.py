@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -31,12 +32,14 @@ __all__ = [
     "as_text",
     "check_extends",
     "check_name",
+    "check_trials",
     "plan",
     "threads_for",
     "workers_for",
 ]
 
 MOST_WORKERS = 8  # where nobody says how many
+MOST_TRIALS = 100_000
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,12 @@ def plan(
     given = parse(kind.Settings, overrides)
     if "seed" in given:
         raise ValueError("seeds are given with --seeds: how many, or which ones, such as --seeds 0,7,11")
+    check_trials(max(1, len(chosen.grid)) * math.prod(len(values) for values in given.values()))
     points: list[dict[str, Any]] = []
     for point, values in itertools.product(chosen.grid or [{}], itertools.product(*given.values())):
         points.append({**chosen.base, **point, **dict(zip(given, values, strict=True))})
     numbers = read_seeds(seeds, chosen.seeds)
+    check_trials(len(points) * len(numbers))
     full = [all_settings(kind, {**point, "seed": seed}) for seed in numbers for point in points]
     unique = list({trial_key(kind.name, settings): settings for settings in full}.values())
     axes = {name for point in chosen.grid for name in point if name not in given}
@@ -178,12 +183,22 @@ def all_settings(kind: type[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_trials(count: int) -> None:
+    if count > MOST_TRIALS:
+        raise ValueError(f"a study has to have at most {MOST_TRIALS:,} trials, but these are {count:,}")
+
+
 def read_seeds(text: str | None, default: int) -> list[int]:
     if text is None:
         return list(range(default))
     numbers = [part for part in text.split(",") if part]
-    if not numbers or not all(re.fullmatch(r"\d+", part) for part in numbers) or text == "0":
+    if not numbers or not all(re.fullmatch(r"[0-9]{1,16}", part) for part in numbers) or text == "0":
         raise ValueError(f"seeds have to be how many (5) or which ones (0,7,11; one alone: 7,), but got {text!r}")
+    if "," not in text and int(text) > MOST_TRIALS:
+        raise ValueError(
+            f"seeds have to be at most {MOST_TRIALS:,}, but got {text}: this is how many there are; the seed {text} alone "
+            f"is --seeds {text},"
+        )
     return list(dict.fromkeys(map(int, numbers))) if "," in text else list(range(int(text)))
 
 

@@ -15,16 +15,17 @@ from rich.text import Text
 
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record
+from backdrop.experiments.report import wording
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import live, lookup
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for, workers_for
+from backdrop.experiments.study.plan import Readable, Spec, check_name, check_trials, plan, threads_for, workers_for
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
 from backdrop.experiments.task import reference
-from backdrop.experiments.train import Options, fit
+from backdrop.experiments.train import Options, check_device, fit
 
 __all__ = ["Place", "join", "mend", "run", "show", "tune"]
 
@@ -73,6 +74,8 @@ def run(
         retry: run failed trials once more.
     """
 
+    check_device(options)
+
     def planned(*more: str) -> tuple[Spec, list[dict[str, Any]]]:
         spec, points = plan(task, preset, [*overrides, *more], seeds=seeds)
         return replace(spec, threads=threads_for(workers or 1)), points
@@ -113,6 +116,8 @@ def tune(
     """Runs the trials of a search that are missing; whether any failed. Arguments as for `run`."""
     if not lookup.has_optuna():
         raise RuntimeError(f"tune {NEEDS}")
+    check_device(options)
+    check_trials(trials)
     workers = workers or workers_for(options.accelerator, options.devices, trials)
     spec = replace(search.plan_search(task, preset, overrides, seed=seed), threads=threads_for(workers))
     name = place.called(spec)
@@ -137,6 +142,7 @@ def join(
     """Works on a study that is there."""
     if not lookup.has_optuna():
         raise RuntimeError(f"a worker {NEEDS}")
+    check_device(options)
     name = check_name(place.name or "")
     home = place.folder / name
     if place.storage is None and not (home / JOURNAL).exists():
@@ -165,7 +171,8 @@ def mend(name: str, folder: Path) -> None:
         _say(f"all lines of {done.journal} can be read: there is nothing to repair")
         return
     numbers = ", ".join(map(str, done.lost[:20])) + (", ..." if len(done.lost) > 20 else "")
-    _say(f"{len(done.lost)} bad lines in {done.journal}: {numbers}; the old file is kept as {done.kept}")
+    lines = wording.count(len(done.lost), "line")
+    _say(f"{lines} of {done.journal} could not be read: {numbers}; the old file is kept as {done.kept}")
     for study, saved in done.studies.items():
         counted = ", ".join(f"{number} {STATES[state]}" for state, number in saved.states.items()) or "no trials"
         more = f" ({saved.from_results} of them from result.json)" if saved.from_results else ""

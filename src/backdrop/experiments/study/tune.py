@@ -93,7 +93,7 @@ def ask(study: Study, number: int) -> Trial:
     import optuna
 
     base = study.spec.base
-    study.optuna.sampler = search.sampler(base["seed"] * 100_003 + number)
+    study.optuna.sampler = search.sampler((base["seed"] * 100_003 + number) % 2**32)  # as NumPy's have to be
     study.optuna.pruner = search.pruner(base["epochs"])
     return optuna.trial.Trial(study.optuna, study.trial_id(number))
 
