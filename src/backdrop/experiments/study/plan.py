@@ -196,8 +196,8 @@ def read_seeds(text: str | None, default: int) -> list[int]:
         raise ValueError(f"seeds have to be how many (5) or which ones (0,7,11; one alone: 7,), but got {text!r}")
     if "," not in text and int(text) > MOST_TRIALS:
         raise ValueError(
-            f"seeds have to be at most {MOST_TRIALS:,}, but got {text}: this is how many there are; the seed {text} alone "
-            f"is --seeds {text},"
+            f"seeds have to be at most {MOST_TRIALS:,}, but got {text}: this is how many there are; the seed {text} "
+            f"alone is --seeds {text},"
         )
     return list(dict.fromkeys(map(int, numbers))) if "," in text else list(range(int(text)))
 
