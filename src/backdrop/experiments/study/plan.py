@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -88,8 +88,13 @@ class Spec:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        """What a file or a database says, which may be anything: if it cannot be, an error."""
         known = {item.name for item in dataclasses.fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
+        for name, is_right in _KINDS.items():
+            required = name not in ("threads", "backdrop", "units", "masks", "title")
+            if (required or name in found) and not is_right(found.get(name)):
+                raise ValueError(f"the {name} of a study cannot be {str(found.get(name))[:80]!r}")
         masks = found.get("masks") or [name for name in found["varied"] if name == "p" or name.startswith("p_")]
         return cls(**{**found, "varied": tuple(found["varied"]), "masks": tuple(masks)})
 
@@ -121,6 +126,43 @@ class Spec:
 
     def key(self, settings: Mapping[str, Any]) -> str:
         return trial_key(self.task_name, settings)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_text, value))
+
+
+def _is_base(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and all(map(_is_text, value)) and not any(isinstance(v, dict) for v in value.values())
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 2**31
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "kind": lambda value: value in ("grid", "tune"),
+    "task": _is_text,
+    "task_name": _is_text,
+    "preset": _is_text,
+    "base": _is_base,
+    "varied": _are_texts,
+    "metric": _is_text,
+    "maximize": lambda value: isinstance(value, bool),
+    "threads": _is_count,
+    "backdrop": _is_text,
+    "units": lambda value: (
+        isinstance(value, dict) and all(map(_is_text, value)) and all(map(_is_count, value.values()))
+    ),
+    "masks": _are_texts,
+    "title": _is_text,
+}
 
 
 class Readable(Protocol):
@@ -248,12 +290,15 @@ def again(name: str, spec: Spec, records: Sequence[Record], task: type[Task] | N
         if setting not in ours and (value != shared.get(setting) or setting in said):
             words += ["--set", f"{setting}={as_text(value)}"]
     if spec.kind == "tune":
-        return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base["seed"])])
+        return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base.get("seed", 0))])
     axes = [setting for setting in spec.varied if setting != "seed"]
-    usual = {tuple(as_text({**shared, **point}[setting]) for setting in axes) for point in preset.grid}
-    if {tuple(as_text(record.settings[setting]) for setting in axes) for record in records} != usual:
+    usual = {tuple(as_text({**shared, **point}.get(setting)) for setting in axes) for point in preset.grid}
+    if {tuple(as_text(record.settings.get(setting)) for setting in axes) for record in records} != usual:
         for setting in axes:
-            words += ["--set", f"{setting}={','.join(dict.fromkeys(as_text(r.settings[setting]) for r in records))}"]
+            words += [
+                "--set",
+                f"{setting}={','.join(dict.fromkeys(as_text(r.settings.get(setting)) for r in records))}",
+            ]
     seeds = sorted({record.settings["seed"] for record in records})
     if seeds != list(range(preset.seeds)):
         words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else f"{','.join(map(str, seeds))},"]
