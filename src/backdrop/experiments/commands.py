@@ -162,7 +162,10 @@ def worker(
     keep_weights: KeepWeights = False,
     data_root: DataRoot = None,
 ) -> None:
-    """Join a study, also from another machine, and work on it until nothing is left to do."""
+    """Join a study, also from another machine, and work on it until nothing is left to do.
+
+    A study of a task of your own needs --task: a file is not run because a study names it.
+    """
     with _resumable(), errors_in_red():
         from backdrop.experiments.study import runs
 
@@ -179,7 +182,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Show how far studies are."""
+    """Show how far studies are. Nothing of a study is run."""
     with errors_in_red(), contextlib.suppress(KeyboardInterrupt):
         from backdrop.experiments.study import runs
 

@@ -118,7 +118,10 @@ class Spec:
     def shown_task(self, where: str | None = None) -> type[Task]:
         """The class of the task as far as a report needs it: without `where`, nothing of the user's own is run."""
         if where is None and (self.task not in TASKS or TASKS[self.task].name != self.task_name):
-            about = {"name": self.task_name, "title": self.title or self.task_name, "presets": {}}
+            name = (
+                f"other {self.task_name}" if self.task_name in TASKS else self.task_name
+            )  # not ours, with our figures
+            about = {"name": name, "title": self.title or self.task_name, "presets": {}}
             return type(
                 "Recorded", (Task,), {**about, **{n: getattr(self, n) for n in ("masks", "metric", "maximize")}}
             )
