@@ -41,7 +41,7 @@ from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
 from backdrop.skip import Skip, skip_blocked
 
-__all__ = ["Diverged", "Options", "Outcome", "check_device", "fit"]
+__all__ = ["Diverged", "Options", "Outcome", "fit"]
 
 OnEpoch = Callable[[Mapping[str, Any]], None]
 Note = Callable[[str], None]
