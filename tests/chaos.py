@@ -240,7 +240,7 @@ def _arm(doom):
 
         around(psycopg.Connection, "commit")
     else:
-        append = journal._append
+        append = journal._write
 
         def torn(file, data):
             if strikes(doom.after):
@@ -252,7 +252,7 @@ def _arm(doom):
                 return
             append(file, data)
 
-        journal._append = torn
+        journal._write = torn
 
 
 def _is_claim(name):

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from backdrop import cli
 from backdrop.experiments import cache, sources
 from backdrop.experiments.sources import DATA_SETS
-from outside import small_uiuc, textures
+from outside import small_uiuc, textures, zipped
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +134,20 @@ def test_the_cache_of_another_data_set_is_not_taken(tmp_path, folder):
     assert run("fetch", "cifar10", "--root", tmp_path).exit_code == 1
     with pytest.raises(cache.CacheError, match="of uiuc"):
         cache.check("cifar10", tmp_path)
+
+
+def test_a_mutated_archive_is_one_message_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setitem(DATA_SETS, "uiuc", small_uiuc())
+    content = zipped(textures(per_class=1))
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        changed = bytearray(content)
+        start = int(random.integers(len(content)))
+        changed[start : start + 64] = random.bytes(len(changed[start : start + 64]))
+        (tmp_path / "given.zip").write_bytes(changed)
+        result = run("fetch", "uiuc", "--root", tmp_path / "root", "--source", tmp_path / "given.zip")
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit)
+        assert str(tmp_path / "given.zip") in result.output
+        assert "Traceback" not in result.output
+        assert [path.name for path in tmp_path.iterdir()] == ["given.zip"]

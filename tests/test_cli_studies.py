@@ -317,3 +317,66 @@ main()
     for name in ("run", "worker", "status", "tune", "report", "textures", "data"):
         assert f" {name} " in output
     assert output.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "gp", "--set", "size=0"], "setting size has to be at least 2, but got 0"),
+        (["run", "gp", "--set", "channels=-1"], "setting channels has to be at least 1, but got -1"),
+        (["run", "gp", "--set", "per_class=0"], "setting per_class has to be at least 1, but got 0"),
+        (["run", "gp", "--set", "small=nan/1"], "setting small has to be finite, but got nan/1"),
+        (["run", "gp", "--seeds", "99999999999"], "seeds have to be at most 100,000, but got 99999999999"),
+        (["tune", "gp", "--trials", "99999999999"], "a study has to have at most 100,000 trials"),
+        (["tune", "gp", "--set", "lr=inf"], "setting lr has to be finite, but got inf"),
+        (["run", "auc", "--set", "temperature=0"], "setting temperature has to be at least 1e-30, but got 0.0"),
+        (["run", "latent", "--set", "distance=-1"], "setting distance has to be at least 0"),
+        (["run", "ponce", "--set", "shrink=21"], "setting shrink has to be at most 20, but got 21"),
+        (["run", "gp", "--accelerator", "abacus"], "accelerator and strategy have to be some of this machine"),
+        (["run", "gp", "--strategy", "x"], "accelerator and strategy have to be some of this machine"),
+    ],
+)
+def test_nonsense_is_refused_before_the_first_trial(tmp_path, args, message):
+    output = run(*args, code=1)
+    assert message in " ".join(output.split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_journal_is_named_with_its_line_and_what_to_do(tmp_path):
+    run("run", FILE, "--seeds", "1", "--name", "other")
+    run("run", FILE, "--seeds", "1")
+    before = status("tiny-quick")
+    path = tmp_path / "runs/tiny-quick/journal.log"
+    rows = path.read_text().splitlines(keepends=True)
+    for bad in ("\n", "{\n", '{"op_code": 8}\n'):
+        path.write_text("".join([*rows[:7], bad, *rows[7:]]))
+        for args in (["status", "tiny-quick"], ["run", FILE], ["worker", "tiny-quick"], ["report", "tiny-quick"]):
+            output = run(*args, code=1)
+            assert output.startswith(f"{path}, line 8, is ")
+            assert f"backdrop repair {path} rebuilds the journal" in output
+            assert len(output.splitlines()) == 1
+        output = run("status", code=1)  # the other study is shown all the same
+        assert "other" in output
+        assert f"{path}, line 8" in output
+        output = run("repair", "tiny-quick")
+        assert output.startswith("1 line of runs/tiny-quick/journal.log could not be read: 8; the old file is kept as ")
+        assert "the old file is kept as runs/tiny-quick/journal.log.damaged-" in output
+        assert "tiny-quick: 2 complete; no result that was seen is lost" in output
+        assert status("tiny-quick") == before
+    assert "there is nothing to repair" in run("repair", str(path))
+    assert "there is no study 'tiny-quikc' in runs; did you mean 'tiny-quick'?" in run("repair", "tiny-quikc", code=1)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\x00" * 50, '{"key": 3}'])
+def test_a_broken_result_fails_no_trial(tmp_path, content):
+    run("run", FILE, "--seeds", "1", "--set", "p=0.5")
+    (before,) = status("tiny-quick")[0]["trials"]
+    home = tmp_path / "runs/tiny-quick"
+    (home / "journal.log").unlink()
+    (home / before["key"] / "result.json").write_text(content)
+    run("run", FILE, "--seeds", "1", "--set", "p=0.5")
+    (after,) = status("tiny-quick")[0]["trials"]
+    assert (after["state"], after["metrics"]) == ("complete", before["metrics"])
+    events = [json.loads(line) for line in (home / "log.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event["event"] == "damaged file"]
+    assert f"{before['key']}/result.json" in told["reason"]

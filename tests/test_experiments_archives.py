@@ -1,5 +1,6 @@
 """Archives that are broken or made to do harm: each is refused with one clear error, and nothing happens."""
 
+import contextlib
 import gzip
 import io
 import os
@@ -14,7 +15,15 @@ import numpy as np
 import pytest
 
 from backdrop.experiments import archives
-from backdrop.experiments.archives import ArchiveError, Member, members, read_image, read_json, read_pickle
+from backdrop.experiments.archives import (
+    ArchiveError,
+    Member,
+    PickledArray,
+    members,
+    read_image,
+    read_json,
+    read_pickle,
+)
 from outside import picture, python2_pickle, tar, zipped
 
 FILES = {"a/one.txt": b"first" * 100, "a/two.txt": b"second", "b/other.bin": b"\x00" * 1000}
@@ -322,8 +331,148 @@ def test_a_pickle_runs_nothing(tmp_path, attack, protocol):
         b"\x82\x01.",  # a registered extension
         b"(" * 1000,
         b"\x8a\xff",
+        b"K\x01r\xff\xff\xff\x7f.",  # a memo of 32 GB
+        b"K\x01p4000000000\n.",
+        b"\x96\xff\xff\xff\xff\x0f\x00\x00\x00.",  # bytes that are not there
     ],
 )
 def test_pickles_that_are_refused(tmp_path, content):
     with refused(tmp_path, "is not a pickle of plain arrays"):
         read_pickle(member(tmp_path, content))
+
+
+# --- a thousand damages
+
+
+SMALL = np.random.default_rng(0).integers(0, 256, (6, 8), np.uint8)
+OF_ALL_KINDS = {
+    "T01/one.jpg": picture(SMALL, "JPEG"),
+    "two.png": picture(SMALL, "PNG"),
+    "three.json": b"[1, 2, 3]",
+    "four": python2_pickle(SMALL[:2], [1, 2]),
+}
+
+
+def read_all(path):
+    for found in members(path, lambda name: True):
+        if found.name.endswith(".jpg"):
+            read_image(found, "JPEG", "L", [(8, 6)])
+        elif found.name.endswith(".png"):
+            read_image(found, "PNG", "L", [(8, 6)])
+        elif found.name.endswith(".json"):
+            read_json(found)
+        else:
+            batch = read_pickle(found)
+            if isinstance(batch, dict) and isinstance(batch.get(b"data"), PickledArray):
+                with contextlib.suppress(ValueError):
+                    batch[b"data"].bytes()
+
+
+def mutated(content, random):
+    """One to three changes: bits, bytes, parts left out, put in, zeroed, repeated or swapped."""
+    changed = bytearray(content)
+    for _ in range(int(random.integers(1, 4))):
+        kind, place, length = random.integers(7), int(random.integers(len(changed))), int(2 ** random.integers(9))
+        end = min(place + length, len(changed))
+        if kind == 0:
+            changed[place] ^= 1 << int(random.integers(8))
+        elif kind == 1:
+            changed[place] = int(random.integers(256))
+        elif kind == 2:
+            del changed[place:end]
+        elif kind == 3:
+            changed[place:place] = random.bytes(length)
+        elif kind == 4:
+            changed[place:end] = bytes(end - place)
+        elif kind == 5:
+            changed[place:place] = changed[max(0, place - length) : place]
+        else:
+            other = int(random.integers(len(changed)))
+            changed[place], changed[other] = changed[other], changed[place]
+        changed = changed or bytearray(b"x")
+    return bytes(changed)
+
+
+def mutated_header(content, random):
+    """A header of a tar archive with other fields and a right checksum."""
+    changed = bytearray(content)
+    starts = [i for i in range(0, len(changed) - 511, 512) if changed[i + 257 : i + 262] == b"ustar"]
+    start = starts[int(random.integers(len(starts)))]
+    fields = [(0, 100), (100, 8), (124, 12), (136, 12), (156, 1), (157, 100), (257, 8), (265, 32), (329, 8), (345, 155)]
+    for _ in range(int(random.integers(1, 3))):
+        place, length = fields[int(random.integers(len(fields)))]
+        made = (
+            random.bytes(length),
+            bytes(length),
+            b"9" * length,
+            b"\x80" + random.bytes(length - 1),
+            b"LKxgSVN10"[:length],
+        )
+        chosen = (
+            made[int(random.integers(5))] if length > 1 else bytes([b"LKxgSVMDN012345678"[int(random.integers(18))]])
+        )
+        changed[start + place : start + place + len(chosen)] = chosen
+    changed[start + 148 : start + 156] = b" " * 8
+    changed[start + 148 : start + 156] = b"%06o\0 " % sum(changed[start : start + 512])
+    return bytes(changed)
+
+
+def mutated_directory(content, random):
+    """A zip archive with another table of contents."""
+    changed, start = bytearray(content), content.index(b"PK\x01\x02")
+    for _ in range(int(random.integers(1, 4))):
+        place = int(random.integers(start, len(changed)))
+        changed[place] = (0, 1, 0x7F, 0xFF, int(random.integers(256)))[int(random.integers(5))]
+    return bytes(changed)
+
+
+FUZZED = {
+    "tar": (tar(OF_ALL_KINDS, "w"), mutated),
+    "tar header": (tar(OF_ALL_KINDS, "w"), mutated_header),
+    "tar.gz": (tar(OF_ALL_KINDS), mutated),
+    "tar in gz": (tar(OF_ALL_KINDS, "w"), lambda content, random: gzip.compress(mutated_header(content, random), 1)),
+    "zip": (zipped(OF_ALL_KINDS), mutated),
+    "zip directory": (zipped(OF_ALL_KINDS), mutated_directory),
+    "stored": (zipped(OF_ALL_KINDS, zipfile.ZIP_STORED), mutated),
+    "stored directory": (zipped(OF_ALL_KINDS, zipfile.ZIP_STORED), mutated_directory),
+}
+
+
+@pytest.mark.parametrize("kind", FUZZED)
+def test_mutated_archives_are_read_or_refused(tmp_path, kind):
+    """1,000 in all: nothing but `ArchiveError`, with the file's name; nothing is left on the disk."""
+    content, mutate = FUZZED[kind]
+    refused = 0
+    for seed in range(125):
+        path = write(tmp_path, mutate(content, np.random.default_rng(seed)))
+        try:
+            read_all(path)
+        except ArchiveError as error:
+            refused += str(path) in str(error)
+        assert [file.name for file in tmp_path.iterdir()] == ["archive"]
+    assert refused >= 10
+
+
+def test_mutated_pickles_are_read_or_refused(tmp_path):
+    content = python2_pickle(SMALL[:2], [1, 2])
+    read = 0
+    for seed in range(500):
+        found = member(tmp_path, mutated(content, np.random.default_rng(seed)))
+        try:
+            batch = read_pickle(found)
+            batch[b"data"].bytes()
+        except (ArchiveError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+        read += 1
+    assert 0 < read < 400
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, (), (1, 2, 3), (1, (2,), PickledArray(), False, b"ab"), (1, (-1, -2), PickledArray("u1"), False, b"ab")],
+)
+def test_arrays_that_are_none(state):
+    array = PickledArray()
+    array.state = state
+    with pytest.raises(ValueError, match="array of bytes"):
+        array.bytes()

@@ -69,7 +69,7 @@ def test_a_process_that_was_stopped_is_neither_dead_nor_alive():
 
 def stopping(path, when, done):
     """Writes to a journal and is stopped: before, in the middle of or after its write."""
-    append = journal._append
+    append = journal._write
 
     def stopped(file, data):
         if when == "before":
@@ -79,12 +79,12 @@ def stopping(path, when, done):
             file.write(data[:20])
             os.kill(os.getpid(), signal.SIGSTOP)
         append(file, data)
-        journal._append = append
+        journal._write = append
         if when == "after":
             os.kill(os.getpid(), signal.SIGSTOP)
 
     opened = JournalStorage(journal.Journal(path))
-    journal._append = stopped
+    journal._write = stopped
     opened.set_study_user_attr(0, "theirs", 1)
     done.set()
 

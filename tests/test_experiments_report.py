@@ -1,10 +1,13 @@
 """Reports: what they say is in the records, whatever these are like, and the page shows it."""
 
 import base64
+import copy
 import csv
 import dataclasses
 import errno
 import html.parser
+import io
+import json
 import math
 import os
 import re
@@ -16,14 +19,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import made_up
+from backdrop.experiments.records import Record
 from backdrop.experiments.report import headline
 from backdrop.experiments.report import write as report
 from backdrop.experiments.report.figures import pictures
 from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.write import write_report
+from backdrop.experiments.study import live
+from backdrop.experiments.study.archive import Archive, pack
+from backdrop.experiments.study.plan import again, plan
 from backdrop.experiments.task import Task
 from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS
 
@@ -489,3 +497,130 @@ def test_a_report_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         write_report(AUC, "other", records, path, format="html")
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+# --- studies in files that others made
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("=1+1", "'=1+1"),
+        ("+1+1", "'+1+1"),
+        ("-1+1", "'-1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "'\n=1"),
+        ("a\r=1\r\n=2", "a\n=1\n=2"),
+        (" =1", "' =1"),
+        ("\uff1d1", "'\uff1d1"),
+        ("-1/2", "'-1/2"),
+        ("--1", "'--1"),
+        ("-5", "-5"),
+        ("-2.5e-3", "-2.5e-3"),
+        ("+7", "+7"),
+        ("a=b", "a=b"),
+        ("", ""),
+    ],
+)
+def test_cells_are_no_formulas(tmp_path, text, cell):
+    """Wherever text of the user's stands: values and names of settings, metrics, reasons, machines."""
+    records = own(2, optimizer=text)
+    records[0] = dataclasses.replace(records[0], state="failed", reason=text, machine={"host": text, "device": text})
+    records[1] = dataclasses.replace(records[1], metrics={**records[1].metrics, "low": -1.5}, key=text)
+    trials, configurations = write_report(Own, "s", records, tmp_path / "out", format="csv")
+    with trials.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["optimizer"] for row in rows} == {cell}
+    assert [rows[0][name] for name in ("reason", "host", "device")] == [cell] * 3
+    assert rows[1]["key"] == cell
+    assert rows[1]["metric low"] == "-1.5"
+    with configurations.open(newline="", encoding="utf-8") as file:
+        assert {row["optimizer"] for row in csv.DictReader(file)} == {cell}
+
+
+def test_names_of_columns_are_no_formulas(tmp_path):
+    records = [dataclasses.replace(r, settings={**r.settings, "=HYPERLINK()": 1}) for r in own(2)]
+    for path in write_report(Own, "s", records, tmp_path / "out", format="csv"):
+        with path.open(newline="", encoding="utf-8") as file:
+            head = next(csv.reader(file))
+        assert "'=HYPERLINK()" in head
+        assert "=HYPERLINK()" not in head
+
+
+WEIRD = [
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1e308,
+        math.nan,
+        math.inf,
+        10**400,
+        -0.0,
+        "",
+        "x" * 1000,
+        "\x1b[2J",
+        "a\nb",
+        "$x$",
+        "evil.py:X",
+    ),
+    *([], {}, [1], {"a": 1}, [[[]]], {"a": {"b": [None]}}),
+]
+
+
+def parts_of(content, path=()):
+    yield path
+    for name in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
+        yield from parts_of(content[name], (*path, name))
+
+
+def changed(content, random):
+    """One or two parts left out, replaced, or added to."""
+    found = copy.deepcopy(content)
+    for _ in range(int(random.integers(1, 3))):
+        *path, last = (places := [place for place in parts_of(found) if place])[int(random.integers(len(places)))]
+        parent = found
+        for name in path:
+            parent = parent[name]
+        kind, value = random.integers(3), WEIRD[int(random.integers(len(WEIRD)))]
+        if kind == 0:
+            del parent[last]
+        elif kind == 1 or isinstance(parent, list):
+            parent[last] = value
+        else:
+            parent[("more", "", "seed", "p_small")[int(random.integers(4))]] = value
+    return found
+
+
+def test_a_study_in_a_file_is_shown_or_refused(tmp_path):
+    """Whatever others have written into it: an error that names the file, or a report."""
+    spec, points = plan("gp", "quick", seeds="1")
+    measured = {"accuracy": 50.0, "loss": 1.0, "small": 2.0, "large": 3.0}
+    row = {"epoch": 1, "step": 5, "loss": 1.0, "lr": 0.1, "seconds": 1.0, "accuracy": 50.0}
+    records = [Record(spec.key(s), "complete", s, measured, [row], 3.0, {"host": "x"}) for s in points]
+    records[0] = dataclasses.replace(records[0], state="failed", metrics={}, reason="why")
+    content = json.loads(pack("gp-quick", spec, records))
+    shown = refused = 0
+    for seed in range(120):
+        path = tmp_path / "study.json"
+        path.write_text(json.dumps(changed(content, np.random.default_rng(seed))))
+        try:
+            study = Archive(path)
+        except ValueError as error:
+            refused += str(path) in str(error)
+            continue
+        task, found = study.spec.shown_task(), study.records()
+        for kind in ("csv", "json") if seed % 40 else ("csv", "json", "md", "html"):
+            command = again(study.name, study.spec, found, task)
+            assert write_report(
+                task, study.name, found, tmp_path / "out", format=kind, command=command, spec=study.spec
+            )
+        for part in (live.progress(study, found), live.trials_table(study, found)):
+            with (console := Console(file=io.StringIO())).capture() as captured:
+                console.print(part)
+            assert "\x1b[2J" not in captured.get()
+        shown += 1
+    assert shown > 30
+    assert refused > 30

@@ -18,13 +18,15 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
+from backdrop._files import locked
 from backdrop.experiments.graphs import RecordingError
+from backdrop.experiments.logs import log_event
 from backdrop.experiments.study import alive, journal, study, tune
 from backdrop.experiments.study.alive import Watch, identity, is_dead
 from backdrop.experiments.study.plan import again, check_extends, plan
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
-from backdrop.experiments.study.worker import log_event, work
+from backdrop.experiments.study.worker import work
 from backdrop.experiments.task import find_task
 from backdrop.experiments.train import Options
 from postgres import database, server  # noqa: F401
@@ -90,15 +92,18 @@ def test_the_command_to_make_a_study_again_makes_the_same_points(tmp_path):
     ):
         spec, points = plan(FILE, "paper", **args)
         records = [study.Record(spec.key(point), "complete", point) for point in points]
-        words = again("tiny-paper", spec, records).split()
-        sets = [word for word, before in zip(words[1:], words, strict=False) if before == "--set"]
-        seeds = words[words.index("--seeds") + 1] if "--seeds" in words else None
-        other, same = plan(FILE, "paper", sets, seeds=seeds)
-        assert {spec.key(point) for point in same} == {spec.key(point) for point in points}
-        assert other.base == spec.base
+        for task in (find_task(FILE), None):  # without the presets of the task, all settings are said
+            words = again("tiny-paper", spec, records, task).split()
+            sets = [word for word, before in zip(words[1:], words, strict=False) if before == "--set"]
+            seeds = words[words.index("--seeds") + 1] if "--seeds" in words else None
+            other, same = plan(FILE, "paper", sets, seeds=seeds)
+            assert {spec.key(point) for point in same} == {spec.key(point) for point in points}
+            assert other.base == spec.base
     # What is skipped is said even where it is as in the preset: on a GPU, a command that does not say it skips.
-    assert again("tiny-paper", *_planned("paper")) == f"backdrop run {FILE} --preset paper --set skip=off"
-    assert again("tiny-quick", *_planned("quick")) == f"backdrop run {FILE} --preset quick"
+    assert (
+        again("tiny-paper", *_planned("paper"), find_task(FILE)) == f"backdrop run {FILE} --preset paper --set skip=off"
+    )
+    assert again("tiny-quick", *_planned("quick"), find_task(FILE)) == f"backdrop run {FILE} --preset quick"
 
 
 def _planned(preset):
@@ -562,15 +567,62 @@ def test_records_hold_what_fit_returned(begun, tmp_path):
         assert record.machine["threads"] == str(begun.spec.threads)
 
 
+def lines_of(folder):
+    """What the log of a study says; each line has to be an object, with the numbers that JSON has."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (folder / "log.jsonl").read_text().split("\n")
+    assert lines.pop() == ""
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert all(isinstance(line, dict) for line in found)
+    return found
+
+
 def test_lines_of_the_log_stay_whole_after_a_full_disk(tmp_path):
-    log_event(tmp_path, "one", value=float("nan"))
+    log_event(tmp_path, "one", value=float("nan"), metrics={"loss": float("inf"), "parts": [float("-inf"), 1.5]})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"time": 1, "ev')
     log_event(tmp_path, "two")
-    first, torn, second = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(first)["value"] is None
-    assert torn == '{"time": 1, "ev'
-    assert json.loads(second)["event"] == "two"
+    first, second = lines_of(tmp_path)
+    assert (first["value"], first["metrics"]) == (None, {"loss": None, "parts": [None, 1.5]})
+    assert second["event"] == "two"
+
+
+def test_a_line_that_cannot_be_written_whole_is_not_there(tmp_path):
+    resource = pytest.importorskip("resource")
+    log_event(tmp_path, "one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log.jsonl").stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            log_event(tmp_path, "two", text="x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [line["event"] for line in lines_of(tmp_path)] == ["one"]
+
+
+def _log_many(folder, number):
+    for i in range(150):
+        log_event(folder, "many", worker=number, i=i, text="x" * (i * 37 % 5000))
+        if i % 50 == 49:  # a worker is killed within a line
+            with (folder / "log.jsonl").open("ab") as file, locked(file):
+                file.write(b'{"torn": ')
+                file.flush()
+
+
+def test_lines_of_many_workers_do_not_mix(tmp_path):
+    workers = [CONTEXT.Process(target=_log_many, args=(tmp_path, number)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(DEADLINE)
+    log_event(tmp_path, "last")
+    found = lines_of(tmp_path)
+    assert sorted((x["worker"], x["i"]) for x in found[:-1]) == [(n, i) for n in range(4) for i in range(150)]
 
 
 # --- tune

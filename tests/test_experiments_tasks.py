@@ -86,7 +86,9 @@ def test_gp_metrics():
 
 def test_gp_classes_are_as_in_the_paper():
     """Label 2 l + s has the small length s and the large length l."""
-    task = GP.with_preset("quick", {"size": 64, "small": (1.5, 4.0), "large": (8.0, 30.0), "per_class": 40})
+    task = GP.with_preset(
+        "quick", {"size": 64, "blocks": (1, 1), "small": (1.5, 4.0), "large": (8.0, 30.0), "per_class": 40}
+    )
     (images, labels), _ = task.data(CPU)
     step = images.diff(dim=-1).square().mean((1, 2, 3))  # finer textures change faster
     assert step[labels % 2 == 0].min() > step[labels % 2 == 1].max()
@@ -210,8 +212,8 @@ def test_units_are_what_masks_choose_from():
 
 
 def test_gp_can_be_trained_on_all_orientations():
-    values = {"size": 6, "blocks": (1, 1)}
-    images = torch.arange(36.0).view(1, 1, 6, 6).expand(400, 1, 6, 6)
+    values = {"size": 17, "blocks": (1, 1)}
+    images = torch.arange(289.0).view(1, 1, 17, 17).expand(400, 1, 17, 17)
     torch.manual_seed(0)
     found = GP.with_preset("quick", {**values, "flips": True}).augment(images)
     assert found.shape == images.shape

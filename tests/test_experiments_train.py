@@ -1,14 +1,17 @@
 """The training loop: what it saves, how it goes on, what it says; several processes against one."""
 
 import dataclasses
+import io
 import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from lightning.fabric import fabric
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -18,6 +21,7 @@ from backdrop.experiments.graphs import WARM, Recorded, RecordingError
 from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
+from tiny_task import Tiny
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_compiler = pytest.mark.skipif(
@@ -35,9 +39,9 @@ TINY_GP = {
 }
 
 
-def gp(folder, *, epochs=4, on_epoch=None, options=None, **settings):
+def gp(folder, *, epochs=4, on_epoch=None, options=None, note=None, **settings):
     task = GP.with_preset("quick", {**TINY_GP, "epochs": epochs, "p_small": 0.9, "p_large": 0.5, **settings}, seed=3)
-    return fit(task, folder, options or Options(threads=1), on_epoch)
+    return fit(task, folder, options or Options(threads=1), on_epoch, *([note] if note else []))
 
 
 class Killed(Exception):  # noqa: N818
@@ -143,30 +147,182 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         def __reduce__(self):
             return (Path.write_text, (tmp_path / "hacked", "!"))
 
-    torch.save({"key": "k", "evil": Evil()}, tmp_path / "checkpoint.pt")
-    with pytest.warns(UserWarning, match=r"checkpoint.pt cannot be read, so this trial begins anew"):
-        assert checkpoint.load(tmp_path / "checkpoint.pt", "k") is None
+    checkpoint.save(tmp_path / "checkpoint.pt", {"key": "k", "evil": Evil()})  # its checksum is right
+    with pytest.raises(checkpoint.Unusable, match=r"checkpoint.pt is no checkpoint of ours: UnpicklingError"):
+        checkpoint.load(tmp_path / "checkpoint.pt", "k", 1)
     assert not (tmp_path / "hacked").exists()
 
 
-@pytest.mark.parametrize("keep", [0, 100, -10])
-def test_a_damaged_checkpoint_begins_anew(tmp_path, keep):
-    with pytest.raises(Killed):
-        gp(tmp_path / "one", on_epoch=stop_after(2))
-    path = tmp_path / "one" / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.warns(UserWarning, match="begins anew"):
-        again = gp(tmp_path / "one")
-    assert again.metrics == gp(tmp_path / "other").metrics
+def tiny(folder, *, on_epoch=None, note=None):
+    """A trial of two steps."""
+    task = Tiny.with_preset("quick", {"epochs": 2, "batch_size": 48, "p": 0.5}, seed=3)
+    return fit(task, folder, Options(threads=1, accelerator="cpu"), on_epoch, *([note] if note else []))
 
 
-def test_a_checkpoint_of_another_trial_is_refused(tmp_path):
+@pytest.fixture
+def quick(monkeypatch):
+    """Without Fabric's search for plugins among all packages, half of the time of such a trial."""
+    monkeypatch.setattr(fabric, "_load_external_callbacks", lambda group: [])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A trial that was stopped after the first of two epochs, and what would have come of it."""
+    folder = tmp_path_factory.mktemp("stopped")
+    whole = tiny(folder / "whole")
     with pytest.raises(Killed):
-        gp(tmp_path / "one", on_epoch=stop_after(2))
-    (tmp_path / "other").mkdir()
-    shutil.copy(tmp_path / "one" / "checkpoint.pt", tmp_path / "other")
-    with pytest.raises(ValueError, match=r"has to be of trial \w+, but is of \w+; delete it"):
-        gp(tmp_path / "other", lr=1e-4)
+        tiny(folder / "parts", on_epoch=stop_after(1))
+    notes = []
+    shutil.copytree(folder / "parts", folder / "intact")
+    assert tiny(folder / "intact", note=notes.append).metrics == whole.metrics
+    assert not notes
+    return (folder / "parts" / "checkpoint.pt").read_bytes(), whole
+
+
+def without_times(curve):
+    return [{**row, "seconds": 0} for row in curve]
+
+
+def begins_anew(folder, content, whole):
+    """Whether a trial with this checkpoint says that it cannot be used, and ends as if there were none."""
+    (folder / "result.json").unlink(missing_ok=True)
+    (folder / "checkpoint.pt").write_bytes(content)
+    notes, epochs = [], []
+    found = tiny(folder, note=notes.append, on_epoch=lambda row: epochs.append(row["epoch"]))
+    assert found.metrics == whole.metrics
+    assert without_times(found.curve) == without_times(whole.curve)
+    assert not (folder / "checkpoint.pt").exists()
+    return epochs == [1, 2] and len(notes) == 1 and str(folder) in notes[0]
+
+
+@pytest.mark.parametrize("kind", ["flip", "zero", "cut", "longer", "noise"])
+def test_a_damaged_checkpoint_counts_as_none(tmp_path, quick, stopped, kind):
+    """Over 300 damages in all: none trains on with what is wrong, and none fails the trial."""
+    content, whole = stopped
+    for seed in range(64):
+        random = np.random.default_rng(seed)
+        damaged = bytearray(content)
+        place, length = int(random.integers(len(content))), int(2 ** random.integers(12))
+        if kind == "flip":
+            damaged[place] ^= 1 << int(random.integers(8))
+        elif kind == "zero":
+            damaged[place : place + length] = bytes(len(damaged[place : place + length]))
+        elif kind == "cut":
+            del damaged[place:]
+        elif kind == "longer":
+            damaged[place:place] = random.bytes(length)
+        else:
+            damaged[place : place + length] = random.bytes(len(damaged[place : place + length]))
+        if damaged != content:  # zeros in place of zeros
+            assert begins_anew(tmp_path, bytes(damaged), whole), (seed, place, length)
+
+
+def test_files_that_are_no_checkpoint_count_as_none(tmp_path, quick, stopped):
+    content, whole = stopped
+    for other in (b"", b"\n", b"text", content.partition(b"\n")[2], checkpoint.HEAD, content + content):
+        assert begins_anew(tmp_path, other, whole)
+
+
+def rows(count):
+    return [{"epoch": i + 1, "step": i + 1, "loss": 1.0, "lr": 1.0, "seconds": 1.0} for i in range(count)]
+
+
+WRONG = {
+    "epoch 99": {"epoch": 99},
+    "epoch 99 with rows": {"epoch": 99, "curve": rows(99)},
+    "epoch 0": {"epoch": 0, "curve": []},
+    "epoch -1": {"epoch": -1},
+    "epoch 2": {"epoch": 2},
+    "epoch 2 without an evaluation": {"epoch": 2, "curve": rows(2)},
+    "epoch 1.0": {"epoch": 1.0},
+    "epoch true": {"epoch": True},
+    "another trial": {"key": "0123456789abcdef"},
+    "steps": {"curve": [{**rows(1)[0], "step": 7}]},
+    "text in a row": {"curve": [{**rows(1)[0], "loss": "1"}]},
+    "no row": {"curve": None},
+    "seconds": {"seconds": float("nan")},
+    "no weights": {"model": {}},
+    "other weights": {"model": {"0.weight": torch.zeros(3)}},
+    "weights that are none": {"model": 3},
+    "no optimiser": {"optimizer": {}},
+    "schedule of another epoch": {"schedule": {"last_epoch": 5}},
+    "no schedule": {"schedule": None},
+    "no random numbers": {"rng": []},
+    "random numbers of nothing": {"rng": [[torch.zeros(3, dtype=torch.uint8)]]},
+    "random numbers that are none": {"rng": [[3]]},
+    "generators": {"generators": 3},
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_checkpoint_that_is_wrong_counts_as_none(tmp_path, quick, stopped, case):
+    """Whole, with a right checksum, and not what this trial could have saved."""
+    content, whole = stopped
+    state = torch.load(io.BytesIO(content.partition(b"\n")[2]), weights_only=True)
+    checkpoint.save(tmp_path / "checkpoint.pt", {**state, **WRONG[case]})
+    assert begins_anew(tmp_path, (tmp_path / "checkpoint.pt").read_bytes(), whole)
+
+
+def test_a_checkpoint_without_one_of_its_parts_counts_as_none(tmp_path, quick, stopped):
+    content, whole = stopped
+    state = torch.load(io.BytesIO(content.partition(b"\n")[2]), weights_only=True)
+    for name in state:
+        checkpoint.save(tmp_path / "checkpoint.pt", {other: part for other, part in state.items() if other != name})
+        assert begins_anew(tmp_path, (tmp_path / "checkpoint.pt").read_bytes(), whole), name
+
+
+def test_without_anyone_to_tell_a_damaged_checkpoint_is_a_warning(tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(b"")
+    with pytest.warns(
+        UserWarning, match=r"checkpoint.pt is damaged: its checksum does not fit; this trial begins anew"
+    ):
+        tiny(tmp_path)
+
+
+def test_a_damaged_result_counts_as_none(tmp_path, quick):
+    whole = tiny(tmp_path)
+    path = tmp_path / "result.json"
+    content = path.read_bytes()
+    damages = [
+        b"",
+        b"\n",
+        b"{}",
+        b"[]",
+        b"null",
+        b"3",
+        content[:-3],
+        content[: len(content) // 2],
+        b"\x00" * len(content),
+    ]
+    damages += [b"[" * 100_000, b"\xff\xfe", content.replace(b'"task": "tiny"', b'"task": "tony"')]
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        damaged = bytearray(content)
+        damaged[int(random.integers(len(content)))] ^= 1 << int(random.integers(8))
+        damages.append(bytes(damaged))
+    refused = 0
+    for damaged in damages:
+        path.write_bytes(damaged)
+        notes = []
+        found = tiny(tmp_path, note=notes.append)
+        assert found.metrics == whole.metrics
+        assert without_times(found.curve) == without_times(whole.curve)
+        refused += len(notes)
+        assert all(str(path) in text for text in notes)
+    assert refused > len(damages) * 0.8  # the others changed a space, the time, or the machine
+
+
+def test_a_result_of_an_older_version_has_no_checksum(tmp_path):
+    whole = tiny(tmp_path)
+    path = tmp_path / "result.json"
+    found = json.loads(path.read_text())
+    assert found.pop("checksum").startswith("sha256:")
+    path.write_text(json.dumps(found))
+    assert tiny(tmp_path, on_epoch=stop_after(1)) == whole
+    found["metrics"]["score"] = "100"
+    path.write_text(json.dumps(found))
+    with pytest.raises(checkpoint.Unusable, match="has to hold numbers"):
+        checkpoint.read_result(path)
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):

@@ -27,6 +27,7 @@ class Stage:
     def start(self, *args, folder="runs", limit=None):
         env = {"TINY_LOG": self.log, "TINY_HOLD": self.path}
         args = args if "--workers" in args else (*args, "--workers", 1)
+        args = (*args, "--task", FILE) if args[0] == "worker" and "--task" not in args else args
         output = self.path / f"output-{len(self.commands)}.txt"
         self.commands.append(Command(*args, "--folder", self.path / folder, output=output, env=env, limit=limit))
         return self.commands[-1]

@@ -137,7 +137,10 @@ def fetch(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
 ) -> None:
-    """Get a data set, unless it is there already."""
+    """Get a data set, unless it is there already.
+
+    Nothing in an archive is run or unpacked onto the disk.
+    """
     with errors_in_red():
         from backdrop.experiments import data as data_sets
 

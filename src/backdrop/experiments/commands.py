@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
 Task = Annotated[
     str,
-    typer.Argument(help="gp, ponce, cifar10, auc, latent, or your own: FILE.py:CLASS or MODULE:CLASS."),
+    typer.Argument(help="gp, ponce, cifar10, auc, latent, or your own, which is run: FILE.py:CLASS or MODULE:CLASS."),
+]
+Own = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:CLASS",
+        help="The study's task, where it is one of your own. It is run; that a study names it is not enough.",
+        show_default=False,
+    ),
 ]
 Preset = Annotated[str, typer.Option(help="quick (2 CPU cores, minutes) or paper (a GPU).")]
 Place = Annotated[
@@ -41,11 +49,14 @@ Seeds = Annotated[
 Workers = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Processes that work at the same time. Else one for each GPU, or each core.", show_default=False
+        min=1,
+        max=1024,
+        help="Processes that work at the same time. Else one for each GPU, or each core.",
+        show_default=False,
     ),
 ]
 Accelerator = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Devices = Annotated[int, typer.Option(min=1, help="Devices that share the batches of one trial.")]
+Devices = Annotated[int, typer.Option(min=1, max=1024, help="Devices that share the batches of one trial.")]
 Strategy = Annotated[str, typer.Option(help="As Lightning Fabric names it, such as ddp.")]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed, 16-mixed or 64-true.", show_default=False)]
 Skip = Annotated[
@@ -141,9 +152,7 @@ def worker(
     folder: Folder = Path("runs"),
     workers: Workers = None,
     wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
-    task: Annotated[
-        str | None, typer.Option(help="FILE.py:CLASS of your own task, if it lies elsewhere on this machine.")
-    ] = None,
+    task: Own = None,
     accelerator: Accelerator = "auto",
     devices: Devices = 1,
     strategy: Strategy = "auto",
@@ -153,7 +162,10 @@ def worker(
     keep_weights: KeepWeights = False,
     data_root: DataRoot = None,
 ) -> None:
-    """Join a study, also from another machine, and work on it until nothing is left to do."""
+    """Join a study, also from another machine, and work on it until nothing is left to do.
+
+    A study of a task of your own needs --task: a file is not run because a study names it.
+    """
     with _resumable(), errors_in_red():
         from backdrop.experiments.study import runs
 
@@ -170,7 +182,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Show how far studies are."""
+    """Show how far studies are. Nothing of a study is run."""
     with errors_in_red(), contextlib.suppress(KeyboardInterrupt):
         from backdrop.experiments.study import runs
 
@@ -179,6 +191,24 @@ def status(
             if not watch:
                 return
             time.sleep(2)
+
+
+@app.command()
+def repair(
+    study: Annotated[
+        str, typer.Argument(help="The name of the study, its folder, or a journal file.", show_default=False)
+    ],
+    folder: Folder = Path("runs"),
+) -> None:
+    """Rebuild a journal of which lines cannot be read, from what is there.
+
+    Results come from the lines that can be read, from the trials' result.json and from the study's log. The old journal
+    is kept beside the new one. Stop all workers first. Nothing of the study is run.
+    """
+    with errors_in_red():
+        from backdrop.experiments.study import runs
+
+        runs.mend(study, folder.expanduser())
 
 
 @app.command()
@@ -192,9 +222,15 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="A file or a folder. Else the study's folder.", show_default=False)
     ] = None,
+    task: Own = None,
 ) -> None:
-    """Turn a study into a page, a text, tables or pictures."""
+    """Turn a study into a page, a text, tables or pictures.
+
+    Nothing of the study is run: its records are all that is needed. With --task the report also knows the presets of a
+    task of your own.
+    """
     with errors_in_red():
+        from backdrop.experiments.records import checked
         from backdrop.experiments.report.write import write_report
         from backdrop.experiments.study.lookup import open_study
         from backdrop.experiments.study.plan import again
@@ -203,14 +239,14 @@ def report(
         with open_study(study, storage, folder) as found:
             home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
             home = home.parent if home.is_file() else home
-            kind, records = found.spec.find_task(), found.records()
+            kind, records = found.spec.shown_task(task), [checked(record) for record in found.records()]
             files = write_report(
                 kind,
                 found.name,
                 records,
                 out or home,
                 format=format_,  # type: ignore[arg-type]  # checked there
-                command=again(found.name, found.spec, records),
+                command=again(found.name, found.spec, records, kind),
                 spec=found.spec,
             )
         for path in files:

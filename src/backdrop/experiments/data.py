@@ -13,8 +13,9 @@ have to be. ROOT is the argument, else `$BACKDROP_DATA`, else `~/.cache/backdrop
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,7 +195,8 @@ def fetch(
     if not force and _is_there(name, home, say):
         return home / name
     home.mkdir(parents=True, exist_ok=True)
-    with lock(home / f".{name}.lock", waiting=lambda: say(f"another process is fetching {name}: waiting for it")):
+    waiting = partial(say, f"another process is fetching {name}: waiting for it")
+    with _empty_again(home), lock(home / f".{name}.lock", waiting):
         if not force and _is_there(name, home, say):
             return home / name
         if source is None:
@@ -206,6 +208,17 @@ def fetch(
             forget(archive, downloads)
     say(f"{name}: {len(obtained.labels):,} images from {obtained.source}, now in {home / name}")
     return home / name
+
+
+@contextlib.contextmanager
+def _empty_again(home: Path) -> Iterator[None]:
+    """Removes the folder if nothing came into it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            home.rmdir()
+        raise
 
 
 def _is_there(name: str, home: Path, say: Callable[[str], None]) -> bool:

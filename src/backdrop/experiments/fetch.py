@@ -87,8 +87,10 @@ def npm_tarball(package: str) -> str:
             f"the npm package {package} cannot be found without the command npm, which is not installed"
         )
     command = [npm, "view", package, "dist.tarball"]
+    home = Path.home() if Path.home().is_dir() else None  # not here, where npm would take the settings of a stranger
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=True).stdout.strip()
+        told = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=True, cwd=home)
+        answer = told.stdout.strip()
     except subprocess.TimeoutExpired:
         raise DownloadError(f"npm view {package}: no answer within {patience:.0f} seconds") from None
     except subprocess.CalledProcessError as error:

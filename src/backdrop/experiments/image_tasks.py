@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,14 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backdrop._batches import LEAST
 from backdrop.experiments import data, models
 from backdrop.experiments.attacks import Attack, Pixels, accuracy_under, fgsm, pgd
-from backdrop.experiments.models import Norm
+from backdrop.experiments.models import GROUPS, Norm
+from backdrop.experiments.settings import MOST, check_range
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, percent_right, product
 from backdrop.layers import Backdrop, Backdrop2d
 from backdrop.losses import class_distance_loss, rank_statistic_loss
 
 __all__ = ["AUC", "CIFAR10", "Latent", "Ponce"]
+
+
+MOST_CHANNELS, MOST_PIXELS = 2**16, 2**16
+
+
+def check_norm(settings: Settings, name: str) -> None:
+    """An error unless the network's channels can be normalised in groups, where they are to be."""
+    channels = getattr(settings, name)
+    if getattr(settings, "norm", None) == "group" and channels % GROUPS:
+        raise ValueError(f"setting {name} has to be a multiple of {GROUPS} with norm=group, but got {channels}")
 
 
 def hold_out(train: Examples, share: float, seed: int) -> tuple[Examples, Examples]:
@@ -52,6 +65,15 @@ class ImageSettings(Settings):
     samples: int | None = None
     test_samples: int | None = None
     eval_batch: int = 1000
+    most_shrunk: ClassVar[int] = 3  # the network makes maps of 6, 2 and 1 position a side of images of 32, 16 and 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 1, MOST_CHANNELS, "width")
+        single = self.batch_size == 1 and self.norm == "batch"  # which is not defined for one sample and position
+        check_range(self, 1, self.most_shrunk - (self.most_shrunk == 3 and single), "shrink")
+        check_range(self, 1, MOST, "samples", "test_samples", "eval_batch")
+        check_norm(self, "width")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +127,7 @@ class CIFAR10Settings(MaskedImageSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.attacked < 0:
-            raise ValueError(f"attacked has to be a number of images, 0 or more, but got {self.attacked}")
+        check_range(self, 0, MOST, "attacked")
 
 
 class CIFAR10(Images):
@@ -157,10 +178,18 @@ class CIFAR10(Images):
         return {"p": 36}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PonceSettings(MaskedImageSettings):
+    """Of `ponce`: those of `MaskedImageSettings`."""
+
+    most_shrunk: ClassVar[int] = 20  # then images of 15 x 20 have maps of 1 x 2
+
+
 class Ponce(Images):
     """Photographs of 25 textures, with a mask on the network's 5 x 6 map of scores."""
 
     name = "ponce"
+    Settings = PonceSettings
     presets: ClassVar[dict[str, Preset]] = {
         "quick": Preset(
             {"width": 16, "shrink": 2, "batch_size": 64, "epochs": 30, "passes": 2, "lr": 3e-3},
@@ -206,6 +235,10 @@ class AUCSettings(MaskedImageSettings):
     """
 
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, LEAST["temperature"], math.inf, "temperature")
 
 
 class AUC(Images):
@@ -278,6 +311,10 @@ class LatentSettings(ImageSettings):
     p_x: float = 0.0
     p_d: float = 0.0
     distance: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, LEAST["distance"], math.inf, "distance")
 
 
 class Latent(Images):

@@ -1,10 +1,12 @@
-"""What a trial tells: where it runs, TensorBoard files, and the log of a training in other processes."""
+"""What trials tell: where they run, the log of a study, TensorBoard files, the log of a training in other processes."""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +15,24 @@ from typing import Any
 import torch
 
 import backdrop
+from backdrop._files import append
 
-__all__ = ["TensorBoard", "machine", "tail"]
+__all__ = ["TensorBoard", "log_event", "machine", "tail"]
+
+
+def log_event(folder: Path, event: str, **values: Any) -> None:
+    """A line of JSON in a study's log, however many processes write to it."""
+    line = json.dumps(_strict({"time": round(time.time(), 3), "event": event, **values}), allow_nan=False)
+    append(folder / "log.jsonl", line.encode())
+
+
+def _strict(value: Any) -> Any:
+    """Without what JSON has no numbers for."""
+    if isinstance(value, Mapping):
+        return {str(name): _strict(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def machine(device: torch.device, devices: int) -> dict[str, str]:

@@ -16,9 +16,10 @@ __all__ = ["LatentCNN", "Norm", "all_cnn", "gp_network", "ponce_network"]
 
 Norm: TypeAlias = Literal["batch", "group", "none"]
 
+GROUPS = 8
 NORMS: dict[Norm, Callable[[int], list[nn.Module]]] = {
     "batch": lambda channels: [nn.BatchNorm2d(channels)],
-    "group": lambda channels: [nn.GroupNorm(8, channels)],  # per sample: masks on samples can be skipped exactly
+    "group": lambda channels: [nn.GroupNorm(GROUPS, channels)],  # per sample: masks on samples can be skipped exactly
     "none": lambda channels: [],
 }
 

@@ -13,18 +13,52 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["build", "nearest", "parse"]
+__all__ = ["MOST", "build", "check_finite", "check_range", "nearest", "parse"]
+
+MOST = 2**31 - 1  # of anything that is counted
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A question to end an error message with, where one of the allowed names is much like this one."""
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_range(settings: Any, low: float, high: float, *names: str) -> None:
+    """An error unless these settings, or all parts of them, lie in a range; none lies in any.
+
+    Args:
+        settings: an instance of a dataclass.
+        low: the least that is allowed.
+        high: the most.
+        names: of the settings.
+    """
+    for name in names:
+        value = getattr(settings, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if part is not None and not low <= part <= high:
+                bound = f"at least {low:,}" if not part > high else f"at most {high:,}"
+                raise ValueError(f"setting {name} has to be {bound}, but got {as_given(value)}")
+
+
+def check_finite(settings: Any) -> None:
+    """An error unless all numbers among the settings are finite."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"setting {field.name} has to be finite, but got {as_given(value)}")
+
+
+def as_given(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return "/".join(map(as_given, value)) if isinstance(value, tuple) else str(value)
 
 
 def build(kind: type[Any], values: Mapping[str, Any]) -> Any:

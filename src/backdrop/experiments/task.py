@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+MOST_SEED = 2**53 - 1  # JSON and databases keep whole numbers so far to the last digit
+
+
 class Examples(NamedTuple):
     """Inputs (n, ...) and labels (n,), on the device where they are used."""
 
@@ -86,9 +89,9 @@ class Settings:
     judge: Literal["test", "validation"] = "test"
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "passes", "evaluations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} has to be at least 1, but got {getattr(self, name)}")
+        parsing.check_finite(self)
+        parsing.check_range(self, 0, MOST_SEED, "seed")
+        parsing.check_range(self, 1, parsing.MOST, "batch_size", "epochs", "passes", "evaluations")
         if not self.lr > 0 or not self.weight_decay >= 0:
             raise ValueError(
                 f"lr has to be above 0 and weight_decay at least 0, but got {self.lr} and {self.weight_decay}"
@@ -231,8 +234,14 @@ def find_preset(task: type[Task], name: str) -> Preset:
     return task.presets[name]
 
 
+NAMED: dict[str, type[Task]] = {}  # tasks of one's own that were named in this process, by `reference`
+
+
 def find_task(name: str) -> type[Task]:
-    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`."""
+    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`.
+
+    This runs the module or the file, so the name has to come from the user, never from a file or a database.
+    """
     from backdrop.experiments.tasks import TASKS
 
     if name in TASKS:
@@ -246,7 +255,19 @@ def find_task(name: str) -> type[Task]:
     found = getattr(_module(where), which, None)
     if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
         raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
+    NAMED[reference(found)] = found
     return found
+
+
+def known_task(where: str, name: str) -> type[Task] | None:
+    """The task that a file names, by its place and its own name, if it is there already: nothing is run for it.
+
+    These are the tasks of the paper, and those that the user has named in this process.
+    """
+    from backdrop.experiments.tasks import TASKS
+
+    found = TASKS.get(where) or NAMED.get(where)
+    return found if found is not None and found.name == name else None
 
 
 def reference(task: type[Task]) -> str:

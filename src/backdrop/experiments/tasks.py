@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from backdrop.experiments import models
-from backdrop.experiments.image_tasks import AUC, CIFAR10, Latent, Ponce
+from backdrop.experiments.image_tasks import AUC, CIFAR10, MOST_CHANNELS, MOST_PIXELS, Latent, Ponce, check_norm
 from backdrop.experiments.models import Norm
+from backdrop.experiments.settings import MOST, as_given, check_range
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, Task, percent_right, product
 from backdrop.layers import Backdrop2d
 from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureDataset
@@ -76,6 +78,34 @@ class GPSettings(Settings):
     eval_batch: int = 8
     flips: bool = False
     adapt: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, 2, MOST_PIXELS, "size", "crop")
+        check_range(self, 1, MOST_CHANNELS, "channels")
+        check_range(self, 1, MOST, "per_class", "test_per_class", "eval_batch")
+        check_range(self, 0, 16, "blocks")
+        check_norm(self, "channels")
+        for name in ("small", "large"):
+            lengths = getattr(self, name)
+            if not lengths or not all(0 < length <= 100 * self.size for length in lengths):
+                raise ValueError(
+                    f"setting {name} has to be lengths above 0 and at most 100 times the size, {self.size}, but got "
+                    f"{as_given(lengths) or 'none'}"
+                )
+        if not self.blocks[0]:
+            raise ValueError(f"setting blocks has to begin with at least 1, but got {as_given(self.blocks)}")
+        halved = 2 ** sum(self.blocks)  # each block halves the image, and rounds up
+        if self.crop is None and self.size <= 4 * halved:
+            raise ValueError(
+                f"setting size has to be at least {4 * halved + 1} for {sum(self.blocks)} blocks, each of which halves "
+                f"the image (setting blocks), but got {self.size}"
+            )
+        if self.crop is not None and (self.size % self.crop or self.crop < 2 * halved):
+            raise ValueError(
+                f"setting crop has to divide the size, {self.size}, and to be at least {2 * halved} for "
+                f"{sum(self.blocks)} blocks (setting blocks), but got {self.crop}"
+            )
 
 
 class GP(Classification):
@@ -167,8 +197,9 @@ class GP(Classification):
 
     def units(self) -> dict[str, int]:
         before, after = self.settings.blocks
-        fine = self.settings.size >> before
-        return {"p_small": fine**2, "p_large": ((fine >> after) - 4) ** 2}
+        fine = math.ceil(self.settings.size / 2**before)
+        coarse = math.ceil(fine / 2**after) - (4 if self.settings.crop is None else 0)
+        return {"p_small": fine**2, "p_large": coarse**2}
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GP, Ponce, CIFAR10, AUC, Latent)}

@@ -18,7 +18,9 @@ import dataclasses
 import gc
 import hashlib
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ from backdrop.skip import Skip, skip_blocked
 __all__ = ["Diverged", "Options", "Outcome", "fit"]
 
 OnEpoch = Callable[[Mapping[str, Any]], None]
+Note = Callable[[str], None]
 
 
 class Diverged(RuntimeError):  # noqa: N818
@@ -89,8 +92,20 @@ class Outcome:
     machine: dict[str, str]
 
 
-def fit(task: Task, folder: Path, options: Options | None = None, on_epoch: OnEpoch | None = None) -> Outcome:
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def fit(
+    task: Task,
+    folder: Path,
+    options: Options | None = None,
+    on_epoch: OnEpoch | None = None,
+    note: Note = _warn,
+) -> Outcome:
     """Trains a task in a folder, or goes on with it; if it is done there, this returns what came of it.
+
+    A result or a checkpoint that is damaged counts as none.
 
     Args:
         task: with its settings.
@@ -98,19 +113,36 @@ def fit(task: Task, folder: Path, options: Options | None = None, on_epoch: OnEp
         options: how to run it.
         on_epoch: is told after each epoch what was logged, with "epochs" and "left" (seconds to go, about). What it
             raises ends the training, except where several processes share the work.
+        note: is told of a file that is there and cannot be used; by default a warning.
     """
-    options = options or Options()
-    done = checkpoint.read_result(folder / "result.json", task.key)
+    options, done = options or Options(), None
+    try:
+        done = checkpoint.read_result(folder / "result.json", task.key)
+    except checkpoint.Unusable as error:
+        note(f"{error}; it counts as none")
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
         with _threads(options.threads):
-            done = _launch(task, folder, options, on_epoch)
+            done = _launch(task, folder, options, on_epoch, note)
         checkpoint.write_result(folder / "result.json", done)
         (folder / "checkpoint.pt").unlink(missing_ok=True)
     return Outcome(**{field.name: done[field.name] for field in dataclasses.fields(Outcome)})
 
 
-def _launch(task: Task, folder: Path, options: Options, on_epoch: OnEpoch | None) -> dict[str, Any]:
+def check_device(options: Options) -> None:
+    """An error where this machine has no such accelerator, or there is no such strategy."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Fabric(accelerator=options.accelerator, devices=1, strategy=options.strategy)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"accelerator and strategy have to be some of this machine, but got {options.accelerator} and "
+            f"{options.strategy}: {error}"
+        ) from None
+
+
+def _launch(task: Task, folder: Path, options: Options, on_epoch: OnEpoch | None, note: Note) -> dict[str, Any]:
     devices: int | list[int] = options.devices
     if options.device_index is not None and options.devices == 1:
         devices = [options.device_index]
@@ -121,15 +153,16 @@ def _launch(task: Task, folder: Path, options: Options, on_epoch: OnEpoch | None
         accelerator=options.accelerator, devices=devices, strategy=strategy, precision=task.settings.precision
     )
     if fabric.world_size == 1:
-        return _Training(fabric, task, folder, options).run(on_epoch)
+        return _begin(fabric, task, folder, options, note).run(on_epoch)
     if task.settings.batch_size < fabric.world_size:
         raise ValueError(
             f"batch_size has to be at least the number of devices, {fabric.world_size}, but got "
             f"{task.settings.batch_size}"
         )
+    _saved(task, folder, note)  # here, so that all processes find the same
     # Plain values: Fabric looks into dataclasses, and may not into these.
     how = (dataclasses.asdict(task.settings), task.data_root, str(folder), dataclasses.asdict(options))
-    with logs.tail(folder / "log.jsonl", on_epoch):
+    with logs.tail(folder / "log.jsonl", on_epoch), _safe_path():
         result: dict[str, Any] = fabric.launch(_train_in_process, reference(type(task)), *how)  # type: ignore[arg-type]
     if "diverged" in result:
         raise Diverged(result["diverged"])
@@ -143,13 +176,56 @@ def _train_in_process(
         kind = find_task(where)
         task = kind(kind.Settings(**settings), data_root=data_root)
         try:
-            result = _Training(fabric, task, Path(folder), Options(**options)).run(None)
+            result = _begin(fabric, task, Path(folder), Options(**options), _warn).run(None)
         except Diverged as error:  # on all processes alike
             result = {"diverged": str(error)}
     dist.barrier()  # so that none leaves while others wait for its part
     gc.collect()  # networks that hold the group
     dist.destroy_process_group()  # threads of a group that is still there may abort a process that ends
     return result
+
+
+def _saved(task: Task, folder: Path, note: Note) -> dict[str, Any] | None:
+    """The state of a trial that was stopped. A file that cannot be used is removed."""
+    path = folder / "checkpoint.pt"
+    try:
+        return checkpoint.load(path, task.key, task.settings.epochs)
+    except checkpoint.Unusable as error:
+        note(f"{error}; this trial begins anew")
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _begin(fabric: Fabric, task: Task, folder: Path, options: Options, note: Note) -> _Training:
+    """A training as it was left, or else as it begins."""
+    state, training = _saved(task, folder, note), _Training(fabric, task, folder, options)
+    if state is None:
+        return training
+    if len(state["rng"]) != fabric.world_size:
+        raise ValueError(
+            f"{folder} holds a trial that was begun on {len(state['rng'])} devices; go on with as many, or delete it "
+            "to begin anew"
+        )
+    try:
+        training.resume(state)
+    except Exception as error:  # whatever torch says of a state that is not of this network
+        note(f"{folder / 'checkpoint.pt'} does not fit this trial ({error}); it begins anew")
+        return _Training(fabric, task, folder, options)
+    return training
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Python processes that are started meanwhile do not look for modules in the current folder (from 3.11 on)."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextmanager
@@ -212,7 +288,6 @@ class _Training:
         self.curve: list[dict[str, float]] = []
 
     def run(self, on_epoch: OnEpoch | None) -> dict[str, Any]:
-        self._resume()
         writer = (
             logs.TensorBoard(self.folder, self.curve) if self.options.log == "tensorboard" and self._first else None
         )
@@ -234,7 +309,9 @@ class _Training:
             if on_epoch:
                 on_epoch(told(row, self.settings.epochs))
         if self._first and self.options.keep_weights:
-            checkpoint.save(self.folder / "weights.pt", {"key": self.task.key, "model": self.model.state_dict()})
+            checkpoint.save_weights(
+                self.folder / "weights.pt", {"key": self.task.key, "model": self.model.state_dict()}
+            )
         if writer:
             writer.close()
         names = {"epoch", "step", "loss", "lr", "seconds"}
@@ -357,15 +434,13 @@ class _Training:
             "seconds": self.seconds,
         }
 
-    def _resume(self) -> None:
-        state = checkpoint.load(self.folder / "checkpoint.pt", self.task.key)
-        if state is None:
-            return
-        if len(state["rng"]) != self.fabric.world_size:
-            raise ValueError(
-                f"{self.folder} holds a trial that was begun on {len(state['rng'])} devices; go on with as many, or "
-                "delete it to begin anew"
-            )
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; any exception means that it is not of this trial."""
+        steps = [(i + 1) * self.settings.passes * self.batches for i in range(state["epoch"])]
+        if [row["step"] for row in state["curve"]] != steps or state["schedule"]["last_epoch"] != steps[-1]:
+            raise ValueError(f"it has other steps than the {steps[-1]} of {state['epoch']} epochs")
+        if state["epoch"] == self.settings.epochs and _column(self.task.metric) not in state["curve"][-1]:
+            raise ValueError(f"its last epoch has no {self.task.metric}")
         self.model.load_state_dict(state["model"])
         load_state(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -31,7 +31,7 @@ def inspect(
         typer.Argument(
             metavar="MODULE:NAME",
             help="A function without arguments that returns a model, or a model or its class: MODULE:NAME or "
-            "FILE.py:NAME.",
+            "FILE.py:NAME. The module or the file is run.",
             show_default=False,
         ),
     ],

@@ -62,7 +62,10 @@ WIDTH = 5.4  # inches: shrunk to a phone's width, the print is still large enoug
 
 @contextmanager
 def style() -> Iterator[None]:
-    with mpl.rc_context(STYLE):
+    """Matplotlib's own settings and these; not those of a matplotlibrc in the current folder."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
         yield
 
 

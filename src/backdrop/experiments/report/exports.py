@@ -1,10 +1,11 @@
-"""The records of a study as CSV files, with all digits."""
+"""The records of a study as CSV files, with all digits, and without formulas."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from backdrop.experiments.report import tables, wording
 from backdrop.experiments.report.statistics import Configuration, Estimate, Results
 
 __all__ = ["configurations", "trials"]
+
+FORMULA = ("=", "+", "-", "@", "\t", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and their wide forms
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf", re.ASCII)
 
 
 def trials(results: Results) -> bytes:
@@ -59,9 +63,14 @@ def _raw(value: Any) -> str:
     return "" if value is None else repr(float(value)) if isinstance(value, float) else wording.value(value)
 
 
+def _safe(cell: str) -> str:
+    """A cell that no spreadsheet takes for a formula: text gets an apostrophe in front, numbers stay as they are."""
+    cell = cell.replace("\r\n", "\n").replace("\r", "\n")  # which readers take for the end of a row
+    return f"'{cell}" if cell.lstrip(" \xa0\ufeff").startswith(FORMULA) and not NUMBER.fullmatch(cell) else cell
+
+
 def _csv(head: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
+    writer.writerows([_safe(cell) for cell in row] for row in (head, *rows))
     return file.getvalue().encode()

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backdrop.experiments.records import Record
-from backdrop.experiments.study.plan import Spec
+from backdrop.experiments.records import Record, checked
+from backdrop.experiments.study.plan import Spec, check_name
 
 __all__ = ["Archive", "pack"]
 
@@ -66,22 +66,30 @@ class Archive:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             is_known = found["format"] == FORMAT
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} has to be a study as `backdrop report --format json` writes it: {error}"
             ) from None
         if not is_known:
             raise ValueError(f"{path} has to be of the format {FORMAT!r}, but is of {found['format']!r}")
-        self.name: str = found["study"]
-        self.spec = Spec.from_json(found["spec"])
-        self._found = found
+        try:
+            self.name = check_name(found["study"])
+            self.spec = Spec.from_json(found["spec"])
+            self._records = list(_records(found, self.spec.shown_task().masks))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path} is not a study as `backdrop report --format json` writes it: {error}") from None
 
     def records(self) -> list[Record]:
         """Its trials, all settings in their order."""
-        machines, shared, records = self._found["machines"], self._found["shared"], []
-        for trial in self._found["trials"]:
-            settings = {**shared, **trial.get("settings", {})}
-            settings = {name: settings[name] for name in self._found["settings"] if name in settings}
-            machine = machines[trial["machine"]] if "machine" in trial else {}
-            records.append(Record(**{**trial, "settings": settings, "machine": machine}))
-        return records
+        return self._records
+
+
+def _records(found: Mapping[str, Any], masks: Sequence[str]) -> Iterator[Record]:
+    for trial in found["trials"]:
+        settings = {**found["shared"], **trial.get("settings", {})}
+        settings = {name: settings[name] for name in found["settings"] if name in settings}
+        machine = found["machines"][trial["machine"]] if "machine" in trial else {}
+        record = checked(Record(**{**trial, "settings": settings, "machine": machine}))
+        if record.state != "waiting" and not all(isinstance(settings.get(mask), (int, float)) for mask in masks):
+            raise ValueError(f"a trial has to have numbers for {', '.join(masks)}")
+        yield record

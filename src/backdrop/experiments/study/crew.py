@@ -24,9 +24,12 @@ from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
 from backdrop.experiments.train import Options
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "main"]
 
 PATIENCE = 15.0  # seconds that workers are given to end
+
+# As `python -m` would start it, without looking for modules in the current folder: whose files these are is not known.
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from backdrop.experiments.study import crew; crew.main()"
 
 
 class Crew:
@@ -62,7 +65,7 @@ class Crew:
             own = replace(options, device_index=i % gpus) if gpus > 1 else options
             order = {"storage": storage, "study": study, "folder": str(folder), "options": asdict(own)}
             process = subprocess.Popen(
-                [sys.executable, "-m", "backdrop.experiments.study.crew"],
+                [sys.executable, "-c", START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -111,6 +114,10 @@ def _gpus(options: Options) -> int:
     return torch.cuda.device_count() if wanted else 0
 
 
+def main() -> None:
+    sys.exit(_main())
+
+
 def _main() -> int:
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -131,7 +138,3 @@ def _end_with_parent() -> None:
     _thread.interrupt_main()
     time.sleep(PATIENCE * 2 / 3)
     os._exit(130)
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

@@ -64,13 +64,26 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
 
 
 @contextlib.contextmanager
-def open_all(storage: str | None, folder: Path) -> Iterator[list[Readable]]:
-    """All studies in a storage or a folder."""
+def open_all(storage: str | None, folder: Path) -> Iterator[tuple[list[Readable], list[Exception]]]:
+    """All studies in a storage or a folder, and what is wrong with those that cannot be read."""
     with contextlib.ExitStack() as stack:
         if storage is not None:
-            yield stack.enter_context(_open_storage(storage))
-        else:
-            yield [study for home in listed(folder) for study in stack.enter_context(_open_folder(home))]
+            yield stack.enter_context(_open_storage(storage)), []
+            return
+        found: list[Readable] = []
+        problems: list[Exception] = []
+        for home in listed(folder):
+            with _noted(problems):
+                found += stack.enter_context(_open_folder(home))
+        yield found, problems
+
+
+@contextlib.contextmanager
+def _noted(problems: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        problems.append(error)
 
 
 def _is_study(home: Path) -> bool:

@@ -44,7 +44,13 @@ class PlainStudy:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.resolve().name
-        self.spec = Spec.from_json(json.loads((folder / SPEC).read_text()))
+        try:
+            self.spec = Spec.from_json(json.loads((folder / SPEC).read_bytes()))
+        except ValueError as error:
+            raise ValueError(
+                f"{folder / SPEC} does not say what the study is about: {error}; remove it and run the same command "
+                "again: trials that are done are not run again"
+            ) from None
         self.here: dict[str, Record] = {}  # trials that are not done, as far as this process knows
 
     @classmethod
@@ -92,7 +98,12 @@ class PlainStudy:
     def records(self) -> list[Record]:
         found = {}
         for path in sorted(self.folder.glob("*/result.json")):
-            result = json.loads(path.read_text())
+            try:
+                result = checkpoint.read_result(path)
+            except checkpoint.Unusable:  # as if it were not there: the same command runs the trial again, and says so
+                continue
+            if result is None:  # removed meanwhile
+                continue
             fields = {name: result[name] for name in ("key", "settings", "metrics", "curve", "seconds", "machine")}
             found[result["key"]] = Record(state="complete", **fields)
         records = [*found.values(), *(record for key, record in self.here.items() if key not in found)]

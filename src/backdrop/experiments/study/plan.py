@@ -10,17 +10,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import backdrop
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build, parse
-from backdrop.experiments.task import Task, find_preset, find_task, reference, trial_key
+from backdrop.experiments.task import Preset, Task, find_preset, find_task, known_task, reference, trial_key
+from backdrop.experiments.tasks import TASKS
 
 __all__ = [
     "Readable",
@@ -30,12 +32,14 @@ __all__ = [
     "as_text",
     "check_extends",
     "check_name",
+    "check_trials",
     "plan",
     "threads_for",
     "workers_for",
 ]
 
 MOST_WORKERS = 8  # where nobody says how many
+MOST_TRIALS = 100_000
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Spec:
         threads: of torch in each trial; another number could change the last bits of a result.
         backdrop: the version that began it.
         units: of each mask, for `tune`.
+        masks: settings that hold a mask probability.
+        title: of the task, in a line.
     """
 
     kind: Literal["grid", "tune"]
@@ -67,6 +73,8 @@ class Spec:
     threads: int = 1
     backdrop: str = backdrop.__version__
     units: dict[str, int] = field(default_factory=dict)
+    masks: tuple[str, ...] = ()
+    title: str = ""
 
     @property
     def name(self) -> str:
@@ -80,19 +88,84 @@ class Spec:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        """What a file or a database says, which may be anything: if it cannot be, an error."""
         known = {item.name for item in dataclasses.fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
-        return cls(**{**found, "varied": tuple(found["varied"])})
+        for name, is_right in _KINDS.items():
+            required = name not in ("threads", "backdrop", "units", "masks", "title")
+            if (required or name in found) and not is_right(found.get(name)):
+                raise ValueError(f"the {name} of a study cannot be {str(found.get(name))[:80]!r}")
+        masks = found.get("masks") or [name for name in found["varied"] if name == "p" or name.startswith("p_")]
+        return cls(**{**found, "varied": tuple(found["varied"]), "masks": tuple(masks)})
 
     def find_task(self, where: str | None = None) -> type[Task]:
-        """The class of the task; `where` if it lies elsewhere on this machine."""
-        found = find_task(where or self.task)
+        """The class of the task.
+
+        Args:
+            where: what the user says it is found by. Without it, a task of the paper, or one that the user has named in
+                this process before: what a study says of itself is not run.
+        """
+        found = find_task(where) if where is not None else known_task(self.task, self.task_name)
+        if found is None:
+            raise ValueError(
+                f"this study is of a task of its own, {self.task_name} in {self.task}; nothing is run because a study "
+                "names it, so name it with --task FILE.py:CLASS if you trust it"
+            )
         if found.name != self.task_name:
             raise ValueError(f"this study is of the task {self.task_name}, but got {found.name}")
         return found
 
+    def shown_task(self, where: str | None = None) -> type[Task]:
+        """The class of the task as far as a report needs it: without `where`, nothing of the user's own is run."""
+        if where is None and (self.task not in TASKS or TASKS[self.task].name != self.task_name):
+            name = (
+                f"other {self.task_name}" if self.task_name in TASKS else self.task_name
+            )  # not ours, with our figures
+            about = {"name": name, "title": self.title or self.task_name, "presets": {}}
+            return type(
+                "Recorded", (Task,), {**about, **{n: getattr(self, n) for n in ("masks", "metric", "maximize")}}
+            )
+        return self.find_task(where)
+
     def key(self, settings: Mapping[str, Any]) -> str:
         return trial_key(self.task_name, settings)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_text, value))
+
+
+def _is_base(value: Any) -> bool:
+    return (
+        isinstance(value, dict) and all(map(_is_text, value)) and not any(isinstance(v, dict) for v in value.values())
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 2**31
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "kind": lambda value: value in ("grid", "tune"),
+    "task": _is_text,
+    "task_name": _is_text,
+    "preset": _is_text,
+    "base": _is_base,
+    "varied": _are_texts,
+    "metric": _is_text,
+    "maximize": lambda value: isinstance(value, bool),
+    "threads": _is_count,
+    "backdrop": _is_text,
+    "units": lambda value: (
+        isinstance(value, dict) and all(map(_is_text, value)) and all(map(_is_count, value.values()))
+    ),
+    "masks": _are_texts,
+    "title": _is_text,
+}
 
 
 class Readable(Protocol):
@@ -120,10 +193,12 @@ def plan(
     given = parse(kind.Settings, overrides)
     if "seed" in given:
         raise ValueError("seeds are given with --seeds: how many, or which ones, such as --seeds 0,7,11")
+    check_trials(max(1, len(chosen.grid)) * math.prod(len(values) for values in given.values()))
     points: list[dict[str, Any]] = []
     for point, values in itertools.product(chosen.grid or [{}], itertools.product(*given.values())):
         points.append({**chosen.base, **point, **dict(zip(given, values, strict=True))})
     numbers = read_seeds(seeds, chosen.seeds)
+    check_trials(len(points) * len(numbers))
     full = [all_settings(kind, {**point, "seed": seed}) for seed in numbers for point in points]
     unique = list({trial_key(kind.name, settings): settings for settings in full}.values())
     axes = {name for point in chosen.grid for name in point if name not in given}
@@ -142,6 +217,8 @@ def describe(kind: type[Task], preset: str, settings: Mapping[str, Any], varied:
         varied=tuple(name for name in settings if name in varied),
         metric=kind.metric,
         maximize=kind.maximize,
+        masks=tuple(kind.masks),
+        title=kind.title,
     )
 
 
@@ -151,12 +228,22 @@ def all_settings(kind: type[Task], values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_trials(count: int) -> None:
+    if count > MOST_TRIALS:
+        raise ValueError(f"a study has to have at most {MOST_TRIALS:,} trials, but these are {count:,}")
+
+
 def read_seeds(text: str | None, default: int) -> list[int]:
     if text is None:
         return list(range(default))
     numbers = [part for part in text.split(",") if part]
-    if not numbers or not all(re.fullmatch(r"\d+", part) for part in numbers) or text == "0":
+    if not numbers or not all(re.fullmatch(r"[0-9]{1,16}", part) for part in numbers) or text == "0":
         raise ValueError(f"seeds have to be how many (5) or which ones (0,7,11; one alone: 7,), but got {text!r}")
+    if "," not in text and int(text) > MOST_TRIALS:
+        raise ValueError(
+            f"seeds have to be at most {MOST_TRIALS:,}, but got {text}: this is how many there are; the seed {text} "
+            f"alone is --seeds {text},"
+        )
     return list(dict.fromkeys(map(int, numbers))) if "," in text else list(range(int(text)))
 
 
@@ -184,13 +271,21 @@ def check_extends(stored: Spec, name: str, spec: Spec, points: Sequence[Mapping[
         )
 
 
-def again(name: str, spec: Spec, records: Sequence[Record]) -> str:
-    """The command that makes a study once more: its preset, and what is not as there."""
-    kind = spec.find_task()
-    preset = find_preset(kind, spec.preset)
+def again(name: str, spec: Spec, records: Sequence[Record], task: type[Task] | None = None) -> str:
+    """The command that makes a study once more: its preset, and what is not as there.
+
+    Args:
+        name: of the study.
+        spec: what it is about.
+        records: its trials.
+        task: its class; by default as `Spec.shown_task` finds it, without the preset of a task of one's own.
+    """
+    kind = task or spec.shown_task()
+    preset = kind.presets.get(spec.preset) or Preset({}, [], 0)
+    defaults = all_settings(kind, preset.base) if kind.presets else {}
     words = ["backdrop", "run" if spec.kind == "grid" else "tune", spec.task, "--preset", spec.preset]
     words += ["--name", name] if name != spec.name else []
-    shared, named = all_settings(kind, preset.base), {setting for point in preset.grid for setting in point}
+    shared, named = defaults, {setting for point in preset.grid for setting in point}
     ours = {*kind.masks, "seed", "judge"} if spec.kind == "tune" else set()
     said = {"skip"} if spec.preset == "paper" else set()  # another on a GPU, unless it is given
     said |= named if spec.kind == "grid" else set()
@@ -198,12 +293,15 @@ def again(name: str, spec: Spec, records: Sequence[Record]) -> str:
         if setting not in ours and (value != shared.get(setting) or setting in said):
             words += ["--set", f"{setting}={as_text(value)}"]
     if spec.kind == "tune":
-        return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base["seed"])])
+        return shlex.join([*words, "--trials", str(len(records)), "--seed", str(spec.base.get("seed", 0))])
     axes = [setting for setting in spec.varied if setting != "seed"]
-    usual = {tuple(as_text({**shared, **point}[setting]) for setting in axes) for point in preset.grid}
-    if {tuple(as_text(record.settings[setting]) for setting in axes) for record in records} != usual:
+    usual = {tuple(as_text({**shared, **point}.get(setting)) for setting in axes) for point in preset.grid}
+    if {tuple(as_text(record.settings.get(setting)) for setting in axes) for record in records} != usual:
         for setting in axes:
-            words += ["--set", f"{setting}={','.join(dict.fromkeys(as_text(r.settings[setting]) for r in records))}"]
+            words += [
+                "--set",
+                f"{setting}={','.join(dict.fromkeys(as_text(r.settings.get(setting)) for r in records))}",
+            ]
     seeds = sorted({record.settings["seed"] for record in records})
     if seeds != list(range(preset.seeds)):
         words += ["--seeds", str(len(seeds)) if seeds == list(range(len(seeds))) else f"{','.join(map(str, seeds))},"]

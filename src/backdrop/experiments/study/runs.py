@@ -13,19 +13,22 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from backdrop.experiments.records import Record
+from backdrop.experiments.logs import log_event
+from backdrop.experiments.records import Record, checked
+from backdrop.experiments.report import wording
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import live, lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.study.plan import Readable, Spec, check_name, plan, threads_for, workers_for
+from backdrop.experiments.study.plan import Readable, Spec, check_name, check_trials, plan, threads_for, workers_for
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
-from backdrop.experiments.study.study import Study, studies
+from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
-from backdrop.experiments.train import Options, fit
+from backdrop.experiments.task import reference
+from backdrop.experiments.train import Options, check_device, fit
 
-__all__ = ["Place", "join", "run", "show", "tune"]
+__all__ = ["Place", "join", "mend", "run", "show", "tune"]
 
 NEEDS = "needs Optuna: pip install 'torch-backdrop[experiments]'"
 
@@ -72,6 +75,8 @@ def run(
         retry: run failed trials once more.
     """
 
+    check_device(options)
+
     def planned(*more: str) -> tuple[Spec, list[dict[str, Any]]]:
         spec, points = plan(task, preset, [*overrides, *more], seeds=seeds)
         return replace(spec, threads=threads_for(workers or 1)), points
@@ -93,8 +98,8 @@ def run(
             study.add(spec, points)
             if retry:
                 study.retry()
-        _work(study, home, options, workers)
-        return _finish(study, home, storage.place if place.storage else None)
+        _work(study, home, options, workers, task=spec.task)
+        return _finish(study, home, storage.place if place.storage else None, spec.task)
 
 
 def tune(
@@ -112,6 +117,8 @@ def tune(
     """Runs the trials of a search that are missing; whether any failed. Arguments as for `run`."""
     if not lookup.has_optuna():
         raise RuntimeError(f"tune {NEEDS}")
+    check_device(options)
+    check_trials(trials)
     workers = workers or workers_for(options.accelerator, options.devices, trials)
     spec = replace(search.plan_search(task, preset, overrides, seed=seed), threads=threads_for(workers))
     name = place.called(spec)
@@ -122,8 +129,8 @@ def tune(
             search.add_slots(study, spec, trials)
             if retry:
                 study.retry()
-        _work(study, home, options, workers)
-        failed = _finish(study, home, storage.place if place.storage else None)
+        _work(study, home, options, workers, task=spec.task)
+        failed = _finish(study, home, storage.place if place.storage else None, spec.task)
         if best := search.best(study.spec, study.records(), count=1):
             command = search.run_command(name, study.spec, best[0], task=task)
             _say(f"the best settings, and the same without masks, on the test set: {command}")
@@ -136,29 +143,59 @@ def join(
     """Works on a study that is there."""
     if not lookup.has_optuna():
         raise RuntimeError(f"a worker {NEEDS}")
+    check_device(options)
     name = check_name(place.name or "")
     home = place.folder / name
     if place.storage is None and not (home / JOURNAL).exists():
         raise lookup.unknown(name, place.folder)
     with open_storage(place.storage or home / JOURNAL) as storage:
         study = Study(storage, name)
-        study.spec.find_task(task)  # before workers are started to find that it is wrong
+        kind = study.spec.find_task(task)  # before workers are started to find that it is wrong
         waiting = live.counts(study.records())["waiting"]
         workers = workers or workers_for(options.accelerator, options.devices, waiting)
-        _work(study, home, options, workers, task=task, wait=wait)
+        _work(study, home, options, workers, task=reference(kind), wait=wait)
         _say(f"{name}: {_counted(study)}")
+
+
+def mend(name: str, folder: Path) -> None:
+    """Rebuilds the journal of a study, and says what is in it now."""
+    if not lookup.has_optuna():
+        raise RuntimeError(f"repair {NEEDS}")
+    from backdrop.experiments.study.repair import repair
+
+    places = [Path(name)] if Path(name).is_file() else [folder / name / JOURNAL, Path(name) / JOURNAL]
+    there = [path for path in places if path.is_file()]
+    if not there:
+        raise lookup.unknown(name, folder)
+    done = repair(there[0], [folder])
+    if done.kept is None:
+        _say(f"all lines of {done.journal} can be read: there is nothing to repair")
+        return
+    numbers = ", ".join(map(str, done.lost[:20])) + (", ..." if len(done.lost) > 20 else "")
+    lines = wording.count(len(done.lost), "line")
+    _say(f"{lines} of {done.journal} could not be read: {numbers}; the old file is kept as {done.kept}")
+    for study, saved in done.studies.items():
+        counted = ", ".join(f"{number} {STATES[state]}" for state, number in saved.states.items()) or "no trials"
+        more = f" ({saved.from_results} of them from result.json)" if saved.from_results else ""
+        again = (
+            f"{saved.again} results could not be saved, because" if saved.again else "no result that was seen is lost;"
+        )
+        why = " nothing says which trials they are of;" if saved.again else ""
+        _say(f"{study}: {counted}{more}; {again}{why} the command that began the study runs what is missing")
 
 
 def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool = False, clear: bool = False) -> None:
     """Prints how far studies are, or one study with its trials."""
+    problems: list[Exception] = []
     with contextlib.ExitStack() as stack:
         if name is None:
-            found = stack.enter_context(lookup.open_all(storage, folder))
+            found, problems = stack.enter_context(lookup.open_all(storage, folder))
         else:
             found = [stack.enter_context(lookup.open_study(name, storage, folder))]
-        known = [(study, study.records()) for study in found]
+        known = [(study, [checked(record) for record in study.records()]) for study in found]
     if as_json:
         print(json.dumps([_as_json(study, records, name is not None) for study, records in known], indent=1))
+        _raise(problems)
         return
     console = Console()
     if clear:
@@ -167,8 +204,15 @@ def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool =
         console.print(live.progress(study, records))
         if name is not None:
             console.print(live.trials_table(study, records))
-    if not known:
+    if not known and not problems:
         _say(f"there are no studies in {'this storage' if storage else folder}")
+    _raise(problems)
+
+
+def _raise(problems: Sequence[Exception]) -> None:
+    """What could not be shown, after what could."""
+    if problems:
+        raise ValueError("\n".join(map(str, problems)))
 
 
 def _as_json(study: Readable, records: Sequence[Record], trials: bool) -> dict[str, Any]:
@@ -195,9 +239,7 @@ def _skip(overrides: Sequence[str], stored: Spec | None, spec: Spec, options: Op
     return ["skip=sampled"] if spec.preset == "paper" and on_gpu and spec.base["skip"] == "off" else []
 
 
-def _work(
-    study: Study, home: Path, options: Options, workers: int, *, task: str | None = None, wait: bool = True
-) -> None:
+def _work(study: Study, home: Path, options: Options, workers: int, *, task: str, wait: bool = True) -> None:
     """Works on a study, here or with several processes, and shows it."""
     remains.sweep(home, study.folders_done())
     if not study.is_unfinished():
@@ -236,20 +278,21 @@ def _counted(study: Readable) -> str:
 def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
     """One configuration, where Optuna is not installed; whether any of its trials failed."""
     check_one(points, spec.varied)
-    study, kind = PlainStudy.begin(home, spec, points), spec.find_task()
+    study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
     options = replace(options, threads=study.spec.threads)
 
     def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
-        fit(kind(build(kind.Settings, settings), data_root=options.data_root), folder, options, on_epoch)
+        task = kind(build(kind.Settings, settings), data_root=options.data_root)
+        fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
 
     with advice_if_full(), live.Display(study, Console(stderr=True)):
         study.run(points, train)
-    return _finish(study, home, None)
+    return _finish(study, home, None, spec.task)
 
 
-def _finish(study: Readable, home: Path, storage: str | None) -> bool:
+def _finish(study: Readable, home: Path, storage: str | None, task: str) -> bool:
     """Shows what came of a study; whether a trial failed."""
-    kind, records, console = study.spec.find_task(), study.records(), Console()
+    kind, records, console = study.spec.find_task(task), study.records(), Console()
     if any(record.metrics for record in records):
         console.print(live.results_table(kind, study.spec, records))
         console.print(live.result(kind, records))

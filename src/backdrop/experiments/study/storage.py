@@ -83,7 +83,11 @@ def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage
     from backdrop.experiments.study.journal import Journal, held
 
     lock = path.with_name(f".{path.name}.lock")
-    yield Storage(JournalStorage(Journal(path)), str(path), str(path), lambda: held(lock, alive.GRACE))
+    try:
+        backend = JournalStorage(Journal(path))
+    except (KeyError, TypeError, AttributeError, IndexError, AssertionError) as error:  # lines of another program
+        raise ValueError(f"{path} is not a journal that Optuna can read: {type(error).__name__} {error}") from None
+    yield Storage(backend, str(path), str(path), lambda: held(lock, alive.GRACE))
 
 
 def storage_errors() -> tuple[type[Exception], ...]:

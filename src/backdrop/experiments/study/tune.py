@@ -93,7 +93,7 @@ def ask(study: Study, number: int) -> Trial:
     import optuna
 
     base = study.spec.base
-    study.optuna.sampler = search.sampler(base["seed"] * 100_003 + number)
+    study.optuna.sampler = search.sampler((base["seed"] * 100_003 + number) % 2**32)  # as NumPy's have to be
     study.optuna.pruner = search.pruner(base["epochs"])
     return optuna.trial.Trial(study.optuna, study.trial_id(number))
 
@@ -115,7 +115,7 @@ def run_command(study: str, spec: Spec, record: Record, *, seeds: int = 5, task:
 
     With two masks or more it also runs each of them alone.
     """
-    kind = spec.find_task()
+    kind = spec.find_task(task)
     named = dict.fromkeys(name for point in kind.presets[spec.preset].grid for name in point)
     preset = all_settings(kind, kind.presets[spec.preset].base)
     own = ("judge", "seed", "evaluations")  # of the search

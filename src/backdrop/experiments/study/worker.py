@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from backdrop.experiments.cache import CacheError
 from backdrop.experiments.fetch import DownloadError
 from backdrop.experiments.graphs import RecordingError
+from backdrop.experiments.logs import log_event
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import alive, remains
 from backdrop.experiments.study.interrupts import Interrupts
@@ -27,7 +26,7 @@ from backdrop.experiments.train import Diverged, Options, fit
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-__all__ = ["OnProgress", "advice_if_full", "is_full", "log_event", "work"]
+__all__ = ["OnProgress", "advice_if_full", "is_full", "work"]
 
 POLL = 1.0  # seconds between two looks at a study on which only others work
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -64,17 +63,6 @@ def advice_if_full() -> Iterator[None]:
             f"no space is left to write to: {error}; nothing is damaged, so free some space and run the same command "
             "again"
         ) from error
-
-
-def log_event(folder: Path, event: str, **values: Any) -> None:
-    """A line in the study's log. Lines of several processes do not mix."""
-    values = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
-    line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
-    with (folder / "log.jsonl").open("ab+", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        if size and file.seek(size - 1) and file.read(1) != b"\n":  # a line that a full disk has cut short
-            line = f"\n{line}"
-        file.write(line.encode())
 
 
 def work(
@@ -162,7 +150,9 @@ class _Attempt:
                         self._fail(reason)
                         return
                     with self.interrupts.allowed():
-                        outcome = fit(make(settings), self.folder / self.key, self.options, self._on_epoch)
+                        outcome = fit(
+                            make(settings), self.folder / self.key, self.options, self._on_epoch, self._on_damage
+                        )
             except _Pruned:
                 self._prune()
                 return
@@ -198,6 +188,9 @@ class _Attempt:
         settings = tune.choose(self.study, self.number, self.trial)
         self.study.store(self.number, settings=settings)
         return settings
+
+    def _on_damage(self, text: str) -> None:
+        self._log("damaged file", reason=text)
 
     def _on_epoch(self, row: Mapping[str, Any]) -> None:
         if threading.current_thread() is not self.thread:  # several devices: what is raised here would end nothing
