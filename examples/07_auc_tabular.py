@@ -1,4 +1,4 @@
-"""Few positives in a table: train the area under the ROC curve itself, and compare with cross-entropy.
+"""Few positives in a table: train what is reported, and compare with cross-entropy and with a balanced sampler.
 
     python examples/07_auc_tabular.py
 
@@ -27,19 +27,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from backdrop import Backdrop
-from backdrop.losses import rank_statistic_loss
+from backdrop.losses import average_precision_loss, rank_statistic_loss
 
 SPLITS, STEPS = (2, 50) if os.environ.get("TINY") else (20, 300)  # TINY=1 is for tests
 LOOK = 25  # at validation data, every so many steps
 
 ARMS = {  # the loss, the probabilities to choose from
     "cross-entropy, minibatches of 32": ("cross-entropy", [0.0]),
+    "the same, as many of each class": ("balanced", [0.0]),
     "rank statistic, whole batch": ("rank", [0.0]),
     "rank statistic, whole batch, mask": ("rank", [0.75, 0.9]),
+    "average precision, whole batch": ("precision", [0.0]),
 }
 LEARNING_RATES = (3e-4, 3e-3)
 
-Areas = tuple[float, float]
+Areas = tuple[float, float, float]  # under the ROC curve on validation and test data; average precision on the latter
 
 
 def table() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,8 +67,13 @@ def area(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return 1 - rank_statistic_loss(scores, labels, temperature=1e-6).item()
 
 
+def precision(scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Average precision: of the list from the top down to each positive the share of positives, on average."""
+    return 1 - average_precision_loss(scores, labels, temperature=1e-6).item()
+
+
 def train(loss: str, p: float, rate: float, parts: list[tuple[torch.Tensor, torch.Tensor]], seed: int) -> Areas:
-    """The areas on validation and test data, when that on validation data was largest."""
+    """The areas on validation and test data, and the precision, when the area on validation data was largest."""
     torch.manual_seed(seed)
     (x, labels), *others = parts
     model = nn.Sequential(
@@ -79,33 +86,42 @@ def train(loss: str, p: float, rate: float, parts: list[tuple[torch.Tensor, torc
         optimizer.zero_grad()
         if loss == "rank":
             rank_statistic_loss(model(x), labels).backward()
+        elif loss == "precision":
+            average_precision_loss(model(x), labels, temperature=0.5).backward()
         else:
-            rows = torch.randint(len(x), (32,))
+            share = torch.where(labels, 1 / labels.sum(), 1 / (~labels).sum())
+            rows = torch.randint(len(x), (32,)) if loss == "cross-entropy" else share.multinomial(32, replacement=True)
             F.binary_cross_entropy_with_logits(model(x[rows]), labels[rows].float()).backward()
         optimizer.step()
         if step % LOOK == 0:
             model.eval()
             with torch.no_grad():
-                validation, test = (area(model(x_other), known) for x_other, known in others)
-            seen.append((validation, test))
+                (_, known), (_, kept_back) = others
+                validation, test = (model(x_other) for x_other, _ in others)
+                seen.append((area(validation, known), area(test, kept_back), precision(test, kept_back)))
             model.train()
     return max(seen)
 
 
 def main() -> None:
     x, labels = table()
-    areas = torch.zeros(len(ARMS), SPLITS)
+    areas, precisions = torch.zeros(2, len(ARMS), SPLITS)
     for seed in range(SPLITS):
         parts = split(x, labels, seed)
         for arm, (loss, choices) in enumerate(ARMS.values()):
-            _, areas[arm, seed] = max(train(loss, p, rate, parts, seed) for p in choices for rate in LEARNING_RATES)
+            _, areas[arm, seed], precisions[arm, seed] = max(
+                train(loss, p, rate, parts, seed) for p in choices for rate in LEARNING_RATES
+            )
         if seed % 4 == 3:
             print(f"{seed + 1} of {SPLITS} splits", flush=True)
-    print(f"\n{'':35} ROC AUC on test data    gain over the first, split by split")
+    print(f"\n{'':35} ROC AUC on test data    gain over the first, split by split    average precision")
     for arm, name in enumerate(ARMS):
         gain = areas[arm] - areas[0]
         shown = f"{gain.mean():+.3f} +- {gain.std() / SPLITS**0.5:.3f}" if arm else ""
-        print(f"{name:35} {areas[arm].mean():.3f} (sd {areas[arm].std():.3f})        {shown}")
+        print(
+            f"{name:35} {areas[arm].mean():.3f} (sd {areas[arm].std():.3f})        {shown:38}"
+            f"{precisions[arm].mean():.3f} (sd {precisions[arm].std():.3f})"
+        )
 
 
 if __name__ == "__main__":

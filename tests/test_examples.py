@@ -98,8 +98,13 @@ def test_what_skip_computes(tmp_path, monkeypatch, capsys):
 def test_areas_in_a_table(tmp_path):
     sklearn = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
     said = run("07_auc_tabular.py", tmp_path)
-    names = ("cross-entropy, minibatches of 32", "rank statistic, whole batch", "rank statistic, whole batch, mask")
-    assert [line[:35].strip() for line in said.splitlines()[2:]] == list(names)
+    assert [line[:35].strip() for line in said.splitlines()[2:]] == [
+        "cross-entropy, minibatches of 32",
+        "the same, as many of each class",
+        "rank statistic, whole batch",
+        "rank statistic, whole batch, mask",
+        "average precision, whole batch",
+    ]
     assert all(0.5 < float(line[35:].split()[0]) < 1 for line in said.splitlines()[2:])
 
     example = runpy.run_path(str(EXAMPLES / "07_auc_tabular.py"))
@@ -110,6 +115,8 @@ def test_areas_in_a_table(tmp_path):
     assert len(torch.cat([part for part, _ in parts]).unique(dim=0)) == 442  # nobody is in two parts
     scores = torch.randn(442)
     assert example["area"](scores, labels) == pytest.approx(sklearn.roc_auc_score(labels, scores), abs=1e-4)
+    expected = sklearn.average_precision_score(labels, scores)
+    assert example["precision"](scores, labels) == pytest.approx(expected, abs=1e-4)
 
 
 def test_few_large_images(tmp_path, monkeypatch, capsys):
