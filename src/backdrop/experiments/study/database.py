@@ -187,7 +187,12 @@ class _Database(RDBStorage):
 
     def __init__(self, url: URL, patience: _Patience) -> None:
         self._patience = patience
-        super().__init__(url.render_as_string(hide_password=False), engine_kwargs=patience.options(url))
+        try:
+            super().__init__(url.render_as_string(hide_password=False), engine_kwargs=patience.options(url))
+        except BaseException:
+            if hasattr(self, "engine"):
+                self.engine.dispose()
+            raise
 
 
 def _made(url: URL, patience: _Patience, more: int = 2) -> _Database:
