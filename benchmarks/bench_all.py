@@ -61,7 +61,7 @@ def skip(begin, p, other, what):
 
 def loss(name, way, what):
     def find(figures):
-        ours, other = (row(figures, loss=name, positives=5000, way=w) for w in ("backdrop", way))
+        ours, other = (row(figures, loss=name, n=10_000, way=w) for w in ("backdrop", way))
         return other[what] / ours[what] if other else None
 
     return find
@@ -101,7 +101,7 @@ def figures_of(device):
         Figure("rank statistic against all pairs, time", "losses", loss("rank statistic", "matrix", "milliseconds")),
         Figure("rank statistic against all pairs, memory", "losses", loss("rank statistic", "matrix", "megabytes")),
         Figure(
-            "rank statistic against LibAUC, time", "losses", loss("rank statistic", "LibAUC logistic", "milliseconds")
+            "rank statistic against LibAUC, time", "losses", loss("rank statistic", "LibAUC, logistic", "milliseconds")
         ),
         Figure("squared hinge against all pairs, time", "losses", loss("squared hinge", "matrix", "milliseconds")),
         Figure("squared hinge against LibAUC, time", "losses", loss("squared hinge", "LibAUC", "milliseconds")),

@@ -1,6 +1,6 @@
 """Losses over the whole batch: time and memory of one forward and backward pass, from a hundred scores to a million.
 
-    python benchmarks/bench_losses.py [--device cuda] [--json FILE] [--plot FILE] [--only NAME] [--threads N]
+    python benchmarks/bench_losses.py [--device cuda] [--json FILE] [--plot FILE] [--pages] [--only NAME] [--threads N]
 
 Beside each loss of this library the same as a matrix of all pairs, written as one would, and what other libraries have,
 where they are installed (`pip install --no-deps libauc pytorch-metric-learning torchsurv torchsort allrank`): LibAUC's
@@ -133,7 +133,7 @@ def others():
         from libauc.losses import PairwiseAUCLoss
 
         add("rank statistic", "LibAUC, logistic", PairwiseAUCLoss("logistic"), PAIRWISE)
-        add("one positive", "LibAUC, logistic", PairwiseAUCLoss("logistic"), 1_000_000)
+        add("one positive", "LibAUC, logistic", PairwiseAUCLoss("logistic"), 100_000)
         add("squared hinge", "LibAUC", PairwiseAUCLoss("squared_hinge"), PAIRWISE)
     except ImportError:
         pass
@@ -226,14 +226,11 @@ def cases():
     if hasattr(losses, "contrastive_loss"):
         contrastive = lambda a, b: losses.contrastive_loss(a, b, temperature=0.1)  # noqa: E731
         table["contrastive"] = (embeddings, contrastive, (contrastive_matrix, CONTRASTIVE))
-    peers = others()
-    return {
-        name: (
-            data,
-            {"backdrop": (ours, 30_000 if name == "contrastive" else million), "matrix": plain, **peers.get(name, {})},
-        )
-        for name, (data, ours, plain) in table.items()
-    }
+    peers, found = others(), {}
+    for name, (data, ours, plain) in table.items():
+        most = {"contrastive": 30_000, "concordance": 100_000}.get(name, million)
+        found[name] = data, {"backdrop": (ours, most), "matrix": plain, **peers.get(name, {})}
+    return found
 
 
 def step(loss, data):
@@ -312,6 +309,30 @@ def show(figures):
             console.print(f"{name}: time grows as n^{steep:.2f}")
 
 
+def pages(figures):
+    """Write the table into the page on losses, and some of it into the README."""
+    root = Path(__file__).parent.parent
+    heads = ("loss", "scores", "way", "ms", "MB", "from the matrix")
+    for page, mark, columns, sizes in (
+        (root / "docs" / "losses.md", "losses-cpu", 6, SIZES),
+        (root / "README.md", "losses", 5, [10_000, 1_000_000]),
+    ):
+        rows = [cells(row)[:columns] for row in figures["rows"] if row["n"] in sizes]
+        lines = [heads[:columns], ["---" if head in ("loss", "way") else "---:" for head in heads[:columns]], *rows]
+        steep = {name: slope(figures["rows"], name) for name in dict.fromkeys(row["loss"] for row in figures["rows"])}
+        told = ", ".join(f"{name} {value:.2f}" for name, value in steep.items() if value is not None)
+        block = [
+            f"<!-- {mark} -->\n",
+            f"{figures['device']}, torch {figures['torch']}:\n",
+            *(f"| {' | '.join(line)} |" for line in lines),
+            f"\nTime grows as a power of n, from ten thousand scores on: {told}.\n",
+            f"<!-- end of {mark} -->",
+        ]
+        text = page.read_text()
+        before, _, rest = text.partition(f"<!-- {mark} -->")
+        page.write_text(before + "\n".join(block) + rest.partition(f"<!-- end of {mark} -->")[2])
+
+
 def draw(figures, path):
     """A panel for each loss: time over n, a line for each way."""
     import matplotlib
@@ -354,6 +375,7 @@ def draw(figures, path):
 def main():
     parser = options(__doc__)
     parser.add_argument("--plot", type=Path, help="also draw time over n into this file")
+    parser.add_argument("--pages", action="store_true", help="write the table into README and docs/losses.md")
     parser.add_argument("--only", help="of the losses this one")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; with one the figures are CPU time")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
@@ -377,6 +399,8 @@ def main():
                     if arguments.json:
                         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     show(figures)
+    if arguments.pages:
+        pages(figures)
     if arguments.plot:
         draw(figures, arguments.plot)
 

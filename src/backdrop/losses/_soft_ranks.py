@@ -36,7 +36,7 @@ ROW = 16  # scores in a row: pairs within rows cost as much as the moments
 CHUNK = {"cpu": 2**16, "cuda": 2**22}  # scores in work at a time: what stays in a core's cache, and what fills a GPU
 AT_ONCE = 2**20  # scores of several problems that are sorted together
 PAIRS = 2**19  # up to which all at once are faster than sorting
-NARROW = 8  # temperatures between the scores up to which all pairs may be taken in float32
+NARROW = 16  # temperatures between the scores up to which all pairs may be taken in float32
 TERMS = {torch.float64: 21, torch.float32: 12}  # for errors below 1e-13, and below 3e-8
 NO_SECOND = "losses over pairs have no second derivatives here; they are computed along with the first"
 
