@@ -207,6 +207,27 @@ def test_steps_communicate_as_little_as_before():
         assert 10 <= others <= 99 // CHECK_EVERY
 
 
+def _agreed(rank):
+    """Steps that only one process restored, and agreeing anew on the way."""
+    layer = make("generator")
+    if rank:
+        layer.step = 5
+    found = [gradient(layer)]
+    for _ in range(2):
+        agree(nn.Sequential(layer))
+        found += [gradient(layer), gradient(layer)]
+    return found, layer.step
+
+
+def test_agreeing_takes_the_largest_step_and_leaves_the_masks():
+    (first, step), (second, other) = processes.run(_agreed, 2)
+    assert step == other == 10
+    one = make("generator")
+    one.step = 5
+    for parts in zip(first, second, strict=True):
+        assert torch.equal(torch.cat(parts), gradient(one, 2 * ROWS))
+
+
 def _uneven(rank):
     sizes = [[8, 3], [1, 9], [0, 4], [5, 0], [7, 7]]
     layer, seen = Backdrop(P, group="world", uneven=True), []

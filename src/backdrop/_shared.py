@@ -78,6 +78,7 @@ class SharedDraw:
         self._again = (-1, 0)  # the backward pass in which a checkpoint runs forward again, and masks since
         self._draws, self._since, self._window = 0, (0, 0), -1  # draws in all; steps and draws at the last check
         self._sizes: list[int] = []
+        self._salted: tuple[torch.Generator, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedDraw:
         return SharedDraw(self.group, self.uneven, self.step)
@@ -193,7 +194,7 @@ class SharedDraw:
         if processes is None:
             if not is_known:
                 assert generator is not None
-                seed = _digest(f"{generator.initial_seed()} {_salt(generator)}")
+                seed = _digest(f"{generator.initial_seed()} {self._salt(generator)}")
                 self.agreed = Agreed(None, generator, seed, None, 0)
             return rows, 0
         if again and is_known:
@@ -226,7 +227,7 @@ class SharedDraw:
         self, rows: int, device: torch.device, processes: dist.ProcessGroup, generator: torch.Generator | None
     ) -> list[int]:
         own = int(torch.randint(2**62, ()).item()) if generator is None else generator.initial_seed() % 2**63
-        salt = 0 if generator is None else _salt(generator)
+        salt = 0 if generator is None else self._salt(generator)
         ledger = _ledgers.get(processes.group_name)
         name = 0 if ledger is None or ledger.broken or ledger.processes is not processes else ledger.name
         numbers = [own, salt, rows, self.step, name, secrets.randbits(62)]
@@ -247,6 +248,13 @@ class SharedDraw:
         self._window = -1
         self.agreed = Agreed(processes, generator, _digest(f"{seeds[0]} {salts[0]}"), ledger, ledger.join())
         return sizes
+
+    def _salt(self, generator: torch.Generator) -> int:
+        """Tells the masks of one generator apart."""
+        if self._salted is None or self._salted[0] is not generator:
+            self._salted = generator, _layers.get(generator, 0)
+            _layers[generator] = self._salted[1] + 1
+        return self._salted[1]
 
     def _check(self) -> None:
         ledger = None if self.agreed is None else self.agreed.ledger
@@ -403,13 +411,6 @@ class Ledger:
 
 _ledgers: WeakValueDictionary[str, Ledger] = WeakValueDictionary()
 _layers: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()  # how many masks a generator has
-
-
-def _salt(generator: torch.Generator) -> int:
-    """Tells the masks of one generator apart."""
-    number = _layers.get(generator, 0)
-    _layers[generator] = number + 1
-    return number
 
 
 def _is_rerun() -> bool:
