@@ -1,0 +1,87 @@
+"""Everyday models that an engine may get wrong, one idea in each module; importing them fills the table of cases."""
+
+# In this order, which says which of two kinds of mask some cases take.
+# isort: off
+from sound import (
+    ordinary,
+    modes,
+    hooks,
+    weights,
+    changes,
+    kept,
+    arguments,
+    in_place,
+    subclasses,
+    coupled,
+    unknown,
+    life,
+    unusual,
+    drawn,
+)
+
+# isort: on
+from sound.arguments import Scaled
+from sound.comparing import (
+    BOTH,
+    CASES,
+    WAYS,
+    Body,
+    Case,
+    Masked,
+    Pair,
+    Step,
+    assert_said,
+    assert_same_step,
+    batch,
+    build,
+    compare,
+    descend,
+    mask_for,
+    norm,
+    numbers,
+    take_step,
+    wanting,
+)
+from sound.drawn import DRAWS, LINEAR, train_drawn
+from sound.life import Chain
+
+__all__ = [
+    "BOTH",
+    "CASES",
+    "DRAWS",
+    "LINEAR",
+    "WAYS",
+    "Body",
+    "Case",
+    "Chain",
+    "Masked",
+    "Pair",
+    "Scaled",
+    "Step",
+    "arguments",
+    "assert_said",
+    "assert_same_step",
+    "batch",
+    "build",
+    "changes",
+    "compare",
+    "coupled",
+    "descend",
+    "drawn",
+    "hooks",
+    "in_place",
+    "kept",
+    "life",
+    "mask_for",
+    "modes",
+    "norm",
+    "numbers",
+    "ordinary",
+    "subclasses",
+    "take_step",
+    "train_drawn",
+    "unknown",
+    "unusual",
+    "wanting",
+    "weights",
+]

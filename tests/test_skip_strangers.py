@@ -1,0 +1,331 @@
+"""Models and habits that strangers bring, each of which the engine once got wrong."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
+
+pytestmark = [  # torch's own, while it captures
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:torch._dynamo.*"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+
+
+class Masked(nn.Module):
+    def __init__(self, body, mask):
+        super().__init__()
+        self.body, self.mask = body.double(), mask
+
+    def forward(self, x):
+        return self.mask(self.body(x))
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+def samples():
+    return Backdrop(0.6, generator=seeded())
+
+
+def positions():
+    return Backdrop2d(0.8, generator=seeded())
+
+
+def maps():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
+
+
+def rows(middle):
+    """Two linear layers and a function between them."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.b(middle(self.a(x)))
+
+    return Rows()
+
+
+def picture(number=4):
+    return torch.randn(number, 2, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def table():
+    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def step(model, x, seed=0, between=None):
+    model.mask.generator.manual_seed(seed)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    if between is not None:
+        between(model)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(plain, fast, x, steps=2):
+    for i in range(steps):
+        for a, b in zip(step(plain, x, i), step(fast, x, i), strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+def pair(body, mask):
+    plain = Masked(body, mask)
+    return plain, skip_blocked(plain, when="always")
+
+
+def last(model):
+    (entry,) = model.skip_report
+    return entry.last
+
+
+def skips(model):
+    return not last(model).startswith("plain")
+
+
+HOOKS = {
+    "forward": lambda mask: mask.register_forward_hook(lambda module, args, output: output * 3),
+    "before": lambda mask: mask.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+    "backward": lambda mask: mask.register_full_backward_hook(lambda module, grads, _: (grads[0] * 3,)),
+    "before backward": lambda mask: mask.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 3,)),
+}
+
+
+@pytest.mark.parametrize("number", [4, 1])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_on_the_mask_run_once(hook, number):
+    plain, fast = pair(maps(), samples())
+    for model in (plain, fast):
+        HOOKS[hook](model.mask)
+    same(plain, fast, picture(number))
+    plain.mask.p = fast.mask.p = 0.0
+    same(plain, fast, picture(number))
+
+
+class Doubled(Backdrop):
+    def forward(self, x):
+        return super().forward(x * 2) + 1
+
+
+class Tripled(Backdrop):
+    def draw_weight(self, x):
+        return super().draw_weight(x) * 3
+
+
+@pytest.mark.parametrize("kind", [Doubled, Tripled])
+def test_masks_of_a_kind_of_its_own(kind):
+    for number in (4, 1):
+        plain, fast = pair(maps(), kind(0.5, generator=seeded()))
+        same(plain, fast, picture(number))
+        assert skips(fast) == (number > 1)
+    assert kind is not Tripled or not torch.equal(
+        *(step(Masked(maps(), k(0.5, generator=seeded())), picture())[1] for k in (Tripled, Backdrop))
+    )
+
+
+def test_renorm_of_columns_mixes_samples():
+    plain, fast = pair(rows(lambda h: torch.renorm(h, 2, 1, 0.5)), samples())
+    same(plain, fast, table())
+    assert ("body.renorm", "it mixes samples") in fast.skip_report[0].kept
+    plain, fast = pair(rows(lambda h: torch.renorm(h, 2, 0, 0.5)), samples())
+    same(plain, fast, table())
+    assert fast.skip_report[0].share == 1.0
+
+
+def test_attention_without_dropout_draws_nothing():
+    plain, fast = pair(
+        rows(lambda h: F.scaled_dot_product_attention(h, h * 2, h * 3)),
+        Backdrop(0.7, dims=(0, 1), generator=seeded()),
+    )
+    same(plain, fast, torch.randn(3, 9, 4, dtype=torch.float64))
+    assert not any("would draw" in reason for _, reason in fast.skip_report[0].kept)
+    assert "body.scaled_dot_product_attention" in fast.skip_report[0].skipped
+
+
+def replaced(model):
+    for p in model.parameters():
+        p.data = p.data + 0.5
+
+
+@pytest.mark.parametrize("way", ["positions", "at_once"])
+def test_data_replaced_before_the_backward_pass_gives_the_gradient_of_the_output(way):
+    if way == "positions":
+        plain, fast = pair(maps(), positions())
+    else:
+        plain = Masked(maps(), samples())
+        fast = Skip(copy.deepcopy(plain.body), samples(), when="always", at_once=1)
+    for a, b in zip(step(plain, picture()), step(fast, picture(), between=replaced), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+def test_code_of_classes_may_be_replaced():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.act(self.a(x))
+
+        def act(self, x):
+            return x.tanh()
+
+    def other(self, x):
+        return x.exp()
+
+    plain, fast = pair(Part(), samples())
+    same(plain, fast, table())
+    Part.act = lambda self, x: x.sigmoid()
+    same(plain, fast, table())
+    Part.act.__code__ = other.__code__  # as IPython's autoreload does
+    same(plain, fast, table())
+    whole = Part.forward
+    Part.forward = lambda self, x: whole(self, x) * 3
+    same(plain, fast, table())
+    assert skips(fast)
+
+
+def test_functions_of_torch_may_be_replaced(monkeypatch):
+    plain, fast = pair(maps(), samples())
+    same(plain, fast, picture())
+    assert skips(fast)
+    relu = F.relu
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "relu", lambda x, inplace=False: relu(x) * 2)
+        same(plain, fast, picture())
+        assert "torch.nn.functional.relu was replaced by another function" in last(fast)
+        same(*pair(maps(), samples()), picture())
+    same(plain, fast, picture())
+    assert skips(fast)
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        return out * 2 if function is F.relu else out
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "said"), [(Twice, "TorchFunctionMode"), (Watch, "TorchDispatchMode")])
+def test_modes_make_a_step_plain(mode, said):
+    plain, fast = pair(maps(), samples())
+    same(plain, fast, picture())
+    with mode():
+        same(plain, fast, picture())
+    assert said in last(fast)
+    with torch.device("cpu"):  # a mode as well, which changes nothing here
+        same(plain, fast, picture())
+    assert skips(fast)
+
+
+def test_transforms_of_functions_inside():
+    def towards(h):
+        return h - 0.1 * vmap(grad(lambda v: v.tanh().sum()))(h)
+
+    for middle in (vmap(lambda v: v.tanh()), towards):
+        plain, fast = pair(rows(middle), samples())
+        same(plain, fast, table())
+        assert "transforms of torch.func" in last(fast)
+
+
+def test_functions_that_take_functions():
+    plain, fast = pair(rows(lambda h: torch.cond(h.sum() > 0, torch.tanh, torch.sin, (h,))), samples())
+    same(plain, fast, table())
+    assert "functions that take functions are not looked into" in last(fast)
+
+
+class AddOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.add_(1.0)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_autograd_functions_that_write_over_their_input():
+    plain, fast = pair(rows(AddOne.apply), samples())
+    same(plain, fast, table())
+    assert "writes over what it is given" in last(fast)
+
+
+def test_a_graph_break_that_leaves_no_graph_is_named():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.RNN(4, 6, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0][:, -1]
+
+    plain, fast = pair(Last(), samples())
+    same(plain, fast, torch.randn(12, 5, 4, dtype=torch.float64))
+    assert "torch did not follow what lies before the mask" in last(fast)
+    assert "RNN" in last(fast)
+
+
+def test_functions_of_complex_numbers_are_tried_out():
+    plain, fast = pair(rows(lambda h: torch.fft.irfft(torch.fft.rfft(h) * (1 + 1j), n=5)), samples())
+    same(plain, fast, table())
+    assert fast.skip_report[0].share == 1.0
+    plain, fast = pair(rows(lambda h: torch.fft.fft(h, dim=0).real), samples())
+    same(plain, fast, table())
+    assert fast.skip_report[0].share < 1
+
+
+def test_what_cannot_be_tried_out_is_not_said_to_mix_samples():
+    plain, fast = pair(rows(lambda h: F.nll_loss(h, h.argmax(1), reduction="none")[:, None].expand(-1, 5)), samples())
+    same(plain, fast, table())
+    assert ("body.nll_loss", "there is no rule for nll_loss, and with such inputs it is not tried out") in (
+        fast.skip_report[0].kept
+    )
+
+
+def test_an_error_in_forward_does_not_make_later_steps_plain():
+    plain, fast = pair(rows(torch.tanh), samples())
+    same(plain, fast, table(), 1)
+    with pytest.raises(RuntimeError, match="shapes"):
+        fast(torch.randn(12, 7, dtype=torch.float64))
+    same(plain, fast, table())
+    assert skips(fast)
+
+
+def test_models_are_freed():
+    found = []
+    for _ in range(2):
+        _, fast = pair(maps(), positions())
+        step(fast, picture())
+        assert skips(fast)
+        found.append(weakref.ref(fast))
+        del fast, _
+    gc.collect()
+    assert [each() for each in found] == [None, None]
