@@ -96,5 +96,5 @@ def test_cifar10_is_attacked_if_asked(tmp_path, monkeypatch):
     assert found["accuracy"] >= found["fgsm_2"] >= found["pgd_2"] >= found["pgd_8"]
     fewer = fit(CIFAR10.with_preset("quick", {**tiny, "attacked": 20}), tmp_path / "fewer").metrics
     assert all(fewer[name] % 5 == 0 for name in ("clean", "fgsm_2", "pgd_8"))  # of 20 images
-    with pytest.raises(ValueError, match="attacked has to be a number of images, 0 or more, but got -1"):
+    with pytest.raises(ValueError, match="setting attacked has to be at least 0, but got -1"):
         CIFAR10.with_preset("quick", {**tiny, "attacked": -1})

@@ -194,9 +194,10 @@ def fetch(
     say = partial(Console(stderr=True, quiet=not progress).print, soft_wrap=True, markup=False, highlight=False)
     if not force and _is_there(name, home, say):
         return home / name
+    new = not home.exists()
     home.mkdir(parents=True, exist_ok=True)
     waiting = partial(say, f"another process is fetching {name}: waiting for it")
-    with _empty_again(home), lock(home / f".{name}.lock", waiting):
+    with _gone_again(home if new else None), lock(home / f".{name}.lock", waiting):
         if not force and _is_there(name, home, say):
             return home / name
         if source is None:
@@ -211,13 +212,14 @@ def fetch(
 
 
 @contextlib.contextmanager
-def _empty_again(home: Path) -> Iterator[None]:
-    """Removes the folder if nothing came into it."""
+def _gone_again(new: Path | None) -> Iterator[None]:
+    """Removes a new folder if nothing came into it."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            home.rmdir()
+        if new is not None:
+            with contextlib.suppress(OSError):
+                new.rmdir()
         raise
 
 
