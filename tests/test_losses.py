@@ -572,3 +572,10 @@ def test_a_few_against_many_in_tiles(temperature, weighted):
     assert actual.item() == pytest.approx(expected.item(), rel=3e-7)
     right, gradient = torch.autograd.grad(expected, wide)[0], torch.autograd.grad(actual, scores)[0]
     assert (gradient - right).norm() <= 3e-7 * right.norm()
+
+
+def test_the_hinge_of_far_scores_does_not_overflow_on_its_way():
+    """The sum of the squares would, in float32; the mean does not."""
+    scores, labels = torch.linspace(-1e18, 1e18, 100), torch.arange(100) % 2 == 0
+    expected = over_all_pairs(scores.double(), labels, torch.ones(100).double(), AUC_LOSSES["squared hinge"][3], 1.0)
+    assert squared_hinge_auc_loss(scores, labels).item() == pytest.approx(expected.item(), rel=3e-7)
