@@ -77,8 +77,10 @@ def pairs(function):
 def partial_auc_matrix(scores, labels):
     positive = labels == 1
     negative = scores[~positive]
-    highest = negative.topk(max(1, round(0.1 * len(negative))))[0]
-    return torch.sigmoid((highest - scores[positive][:, None]) / T).mean()
+    wanted = 0.1 * len(negative)
+    highest = negative.topk(math.ceil(wanted))[0]
+    share = (wanted - torch.arange(len(highest), device=highest.device)).clamp(max=1)  # the last counts in part
+    return torch.sigmoid((highest - scores[positive][:, None]) / T).mean(0) @ share / wanted
 
 
 def average_precision_matrix(scores, labels):

@@ -572,3 +572,19 @@ def test_a_few_against_many_in_tiles(temperature, weighted):
     assert actual.item() == pytest.approx(expected.item(), rel=3e-7)
     right, gradient = torch.autograd.grad(expected, wide)[0], torch.autograd.grad(actual, scores)[0]
     assert (gradient - right).norm() <= 3e-7 * right.norm()
+
+
+@pytest.mark.parametrize(("size", "margin"), [(1e18, 1.0), (1.0, 1e18)])
+def test_the_hinge_of_far_scores_does_not_overflow_on_its_way(size, margin):
+    """The sum of the squares would, in float32; the mean does not."""
+    scores, labels = size * torch.linspace(-1, 1, 100), torch.arange(100) % 2 == 0
+    expected = over_all_pairs(scores.double(), labels, torch.ones(100).double(), AUC_LOSSES["squared hinge"][3], margin)
+    assert squared_hinge_auc_loss(scores, labels, margin=margin).item() == pytest.approx(expected.item(), rel=3e-7)
+
+
+@pytest.mark.parametrize("kind", AUC_LOSSES)
+def test_tiles_of_a_few_against_many_are_small(kind):
+    scores, labels = torch.randn(50_000, requires_grad=True), torch.arange(50_000) < 30
+    with _Largest() as largest:
+        AUC_LOSSES[kind][0](scores, labels).backward()
+    assert largest.numel <= _pairs.PAIRS  # of 1.5 million pairs

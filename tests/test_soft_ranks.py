@@ -66,10 +66,16 @@ def test_every_size(small, n):
     torch.testing.assert_close(found[1], expected[1], rtol=2e-13, atol=0)
 
 
+SEGMENTS = {  # where they begin and end in rows of 16: anywhere; with the last, first, second, last but one of a row
+    "anywhere": [1, 40, 3, 16, 100, 2, 16, 60],
+    "at borders": [15, 1, 16, 15, 2, 15, 1, 30, 17, 31, 33, 1, 14, 20],
+}
+
+
+@pytest.mark.parametrize("sizes", SEGMENTS.values(), ids=list(SEGMENTS))
 @pytest.mark.parametrize("temperature", [1e-3, 1.0, 100.0])
-def test_segments_do_not_see_each_other(small, temperature):
-    sizes = [1, 40, 3, 16, 100, 2, 16, 60]
-    segment = torch.repeat_interleave(torch.tensor([0, 2, 3, 4, 9, 10, 11, 12]), torch.tensor(sizes))
+def test_segments_do_not_see_each_other(small, sizes, temperature):
+    segment = torch.repeat_interleave(2 * torch.arange(len(sizes)), torch.tensor(sizes))
     x = torch.cat([torch.randn(size, dtype=torch.float64).sort()[0] for size in sizes])[None]
     weight = torch.rand(1, 2, sum(sizes), dtype=torch.float64)
     found = sorted_sums(comparable(x), weight, temperature, 21, 2, segment)
