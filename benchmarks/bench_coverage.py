@@ -18,6 +18,7 @@ import copy
 import json
 import math
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -190,9 +191,15 @@ def reported(entries):
     """Of the mask in what the report says; a mask that it says nothing about counts as a plain step."""
     entries = list(entries)
     last = "; ".join(dict.fromkeys(entry.last for entry in entries))
-    ends = [[name, str(reason)] for entry in entries for name, reason in entry.kept]
+    ends = [[name, located(str(reason))] for entry in entries for name, reason in entry.kept]
     share = min((float(entry.share) for entry in entries), default=0.0)
-    return {"share": share, "ends": ends, "last": last, "skipped": sum(len(entry.skipped) for entry in entries)}
+    skipped = sum(len(entry.skipped) for entry in entries)
+    return {"share": share, "ends": ends, "last": located(last), "skipped": skipped}
+
+
+def located(text):
+    """With files as they lie in their library."""
+    return re.sub(r"/\S*/(?:site-packages|foreign)/", "", text)
 
 
 def take_steps(entry, model, drops, policy, shape, *, compare, gradients=False):
