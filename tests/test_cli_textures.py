@@ -77,11 +77,11 @@ def test_what_is_written_is_what_a_data_set_draws(tmp_path):
 
 
 def test_any_number_of_scales_and_every_setting(tmp_path):
-    options = ["--small", "1,2", "--scale", 4, "--scale", 6, 7, "--large", 30, "--weights", 1, -2, 0.5, ".25"]
+    options = ["--small", "1,2", "--scale", 4, "--scale", 6, 7, "--large", 9, "--weights", 1, -2, 0.5, ".25"]
     more = ["--size", 20, 16, "--combine", "product", "--periodic", "--patchwork", "--per-class", 1]
     result = run(*options, *more, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    textures = Texture.grid([(1, 2), (4,), (6, 7), (30,)], (1, -2, 0.5, 0.25), "product", patchwork=True)
+    textures = Texture.grid([(1, 2), (4,), (6, 7), (9,)], (1, -2, 0.5, 0.25), "product", patchwork=True)
     check(tmp_path / "out", TextureDataset(textures, 1, (20, 16), 0, periodic=True))
 
 
