@@ -84,8 +84,8 @@ def clear(home: Path, key: str, *, done: bool = False) -> None:
     old = home / "checkpoint.pt"
     try:
         result = checkpoint.read_result(home / "result.json", key)
-    except ValueError:
-        return
+    except ValueError:  # what cannot be read counts as none
+        result = None
     if result is None:
         if done:
             old.unlink(missing_ok=True)
