@@ -426,7 +426,7 @@ def test_two_processes_resume_bit_identically(tmp_path, two_processes):
     task = FakeAUC.with_preset("quick", SHARED, seed=1)
     fabric = train.Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", precision="64-true")
     fabric.launch(one_epoch, dataclasses.asdict(task.settings), str(tmp_path))
-    assert checkpoint.load(tmp_path / "checkpoint.pt", task.key)["epoch"] == 1
+    assert checkpoint.load(tmp_path / "checkpoint.pt", task.key, task.settings.epochs)["epoch"] == 1
     parts, others = auc(tmp_path, devices=2)
     assert [row["loss"] for row in parts.curve] == [row["loss"] for row in whole.curve]
     assert all(torch.equal(weights[key], others[key]) for key in weights)

@@ -24,7 +24,10 @@ from backdrop.experiments.task import trial_key
 __all__ = ["Unusable", "load", "read_result", "replace", "save", "save_weights", "write_log", "write_result"]
 
 HEAD = b"backdrop checkpoint 1 sha256:"
-STATE = ("key", "epoch", "model", "optimizer", "schedule", "p_schedule", "rng", "generators", "curve", "seconds")
+STATE = (
+    *("key", "epoch", "model", "optimizer", "schedule", "p_schedule", "rng", "generators", "mask steps", "curve"),
+    "seconds",
+)
 ROW = ("epoch", "step", "loss", "lr", "seconds")
 RESULT = ("key", "task", "settings", "metrics", "curve", "seconds", "machine")
 

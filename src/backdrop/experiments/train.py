@@ -448,7 +448,7 @@ class _Training:
             self.p_schedule.load_state_dict(state["p_schedule"])
         for generator, value in zip(self.generators, state["generators"], strict=False):  # none if it was compiled
             generator.set_state(value)
-        for layer, step in zip(self.shared, state.get("mask steps", ()), strict=False):
+        for layer, step in zip(self.shared, state["mask steps"], strict=True):
             layer.step = step
         cpu, *cuda = state["rng"][self.fabric.global_rank]
         torch.set_rng_state(cpu)
