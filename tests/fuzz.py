@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import linecache
 import logging
 import math
@@ -504,6 +505,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--example", type=int, default=None, help="this one only")
+    parser.add_argument("--first", type=int, default=0, help="go on from this one")
     parser.add_argument("--failures", type=int, default=10, help="after how many to give up")
     parser.add_argument("--memory", type=int, default=MEMORY, help="bytes of address space")
     options = parser.parse_args()
@@ -512,12 +514,14 @@ def main():
     resource.setrlimit(resource.RLIMIT_AS, (options.memory, resource.RLIM_INFINITY))
     os.environ |= {"COLUMNS": "200", "TERM": "dumb"}
     torch.set_num_threads(1)
+    faulthandler.enable(sys.stdout)
     warnings.simplefilter("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, stop)
     signal.signal(signal.SIGPROF, stop)
     begin, tried, refused, failures = time.monotonic(), Counter(), Counter(), 0
-    numbers = range(options.examples) if options.example is None else [options.example]
+    numbers = range(options.first, options.first + options.examples)
+    numbers = numbers if options.example is None else [options.example]
     for number in numbers:
         if time.monotonic() - begin > options.seconds:
             break

@@ -588,3 +588,8 @@ def test_tiles_of_a_few_against_many_are_small(kind):
     with _Largest() as largest:
         AUC_LOSSES[kind][0](scores, labels).backward()
     assert largest.numel <= _pairs.PAIRS  # of 1.5 million pairs
+
+
+def test_no_classes_are_an_error():
+    with pytest.raises(ValueError, match="at least one class, but got the shape"):
+        rank_statistic_loss(torch.zeros(4, 0), torch.zeros(4, dtype=torch.long))

@@ -53,6 +53,8 @@ def gather_batch(
         raise ValueError(f"{name} has to have the shape (n,), (n, 1) or (n, classes), but got {tuple(inputs.shape)}")
     columns = inputs[:, None] if inputs.ndim == 1 else inputs
     n, problems = columns.shape
+    if not problems:
+        raise ValueError(f"{name} has to have at least one class, but got the shape {tuple(inputs.shape)}")
     if tuple(labels.shape) not in ((n,), (n, problems)):
         raise ValueError(
             f"labels has to have the shape {(n,)} or {(n, problems)} to go with {name} of shape {tuple(inputs.shape)}, "
