@@ -279,18 +279,18 @@ def test_autograd_functions_that_write_over_their_input():
 
 
 def test_a_graph_break_that_leaves_no_graph_is_named():
-    class Last(nn.Module):
+    class Cumulative(nn.Module):
         def __init__(self):
             super().__init__()
-            self.rnn = nn.RNN(4, 6, batch_first=True)
+            self.norm = nn.BatchNorm1d(4, momentum=None)  # reads a number off a tensor
 
         def forward(self, x):
-            return self.rnn(x)[0][:, -1]
+            return self.norm(x)
 
-    plain, fast = pair(Last(), samples())
-    same(plain, fast, torch.randn(12, 5, 4, dtype=torch.float64))
+    plain, fast = pair(Cumulative(), samples())
+    same(plain, fast, table())
     assert "torch did not follow what lies before the mask" in last(fast)
-    assert "RNN" in last(fast)
+    assert "item" in last(fast) or "BatchNorm" in last(fast), last(fast)
 
 
 def test_functions_of_complex_numbers_are_tried_out():
