@@ -216,3 +216,10 @@ def test_the_report_says_from_which_p_skipping_pays():
     tiny = skip_blocked(nn.Sequential(nn.Linear(2, 2), Backdrop(0.5)))
     tiny(torch.randn(4, 2)).sum().backward()
     assert "samples with gradients is faster; it pays at no p" in tiny.skip_report[0].last
+
+
+def test_dropout_before_a_mask_of_positions():
+    """Which cells it keeps is a value of its own, of which there is no more than a shape here."""
+    layers = [nn.Conv2d(1, 4, 3), nn.Dropout(0.1), nn.Conv2d(4, 4, 3), Backdrop2d(0.999, exact=True)]
+    report = savings(nn.Sequential(*layers), (1, 1, 256, 256))
+    assert next(iter(report.values())).time is not None

@@ -170,6 +170,9 @@ def _pass(model: nn.Module, graph: _Planned, part: Part | None) -> cost.Pass:
         value = graph.given.get(node, traced.values.get(node))
         if isinstance(value, Tensor) and id(value) not in own and value.is_floating_point():
             free.append(node)
+        elif isinstance(value, Tensor) and value.is_meta:  # which cells dropout keeps
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            known[node] = zeros(value.shape, None, torch.empty(0, dtype=value.dtype, device=device))
         else:
             known[node] = value
 
