@@ -217,6 +217,8 @@ def test_settings():
             functional.backdrop(torch.ones(3), 0.5, **wrong)
     with pytest.raises(ValueError, match="group"):
         Backdrop(0.5, choose="gradient", group="world")
+    with pytest.raises(ValueError, match="group"):
+        Backdrop(0.5, choose="gradient").group = "world"
     with pytest.raises(RuntimeError, match="choose_weight"):
         Backdrop(0.5, choose="gradient").draw_weight(torch.ones(3))
     with pytest.raises(RuntimeError, match="transforms"):

@@ -118,10 +118,7 @@ class Backdrop(nn.Module):
         check_choose(choose, floor)
         check_generator(generator)
         check_group(group)
-        if choose == "gradient" and group is not None:
-            raise ValueError(
-                "choose='gradient' takes the gradients of one process; leave out group, or choose 'uniform'"
-            )
+        _check_alone(choose, group)
         self._p = check_p(p)
         self.dims = dims
         self.patch = patch
@@ -145,6 +142,7 @@ class Backdrop(nn.Module):
     @group.setter
     def group(self, group: Group) -> None:
         check_group(group)
+        _check_alone(self.choose, group)
         self._across = None if group is None else SharedDraw(group, self._across is not None and self._across.uneven)
 
     @property
@@ -200,6 +198,7 @@ class Backdrop(nn.Module):
 
     @not_compiled
     def _forward_shared(self, x: Tensor) -> Tensor:
+        _check_alone(self.choose, self.group)
         check_differentiable(x)
         check_dims(self.dims, x.ndim)
         wanted = self.training and functional._wants_gradient(x)
@@ -403,3 +402,8 @@ def drops_samples(layer: Backdrop, ndim: int | None = None) -> bool:
     """Whether whole samples are its units, on tensors of so many axes if that is known."""
     dims = (layer.dims,) if isinstance(layer.dims, int) else tuple(layer.dims)
     return dims == (0,) or (ndim is not None and dims == (-ndim,))
+
+
+def _check_alone(choose: Choose, group: Group) -> None:
+    if choose == "gradient" and group is not None:
+        raise ValueError("choose='gradient' takes the gradients of one process; leave out group, or choose 'uniform'")
