@@ -6,9 +6,26 @@ import signal
 import sys
 import time
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["warmed"])
 DEADLINE = 120
+
+
+class _Process(multiprocessing.get_context("forkserver").Process):
+    """Python before 3.12.4 does not tell its server where to find what it has to import, and says nothing of it."""
+
+    def start(self):
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        try:
+            super().start()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+
+
+CONTEXT = type(multiprocessing.get_context("forkserver"))()
+CONTEXT.Process = _Process
+CONTEXT.set_forkserver_preload(["warmed"])
 
 
 class Command:

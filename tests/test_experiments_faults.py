@@ -35,6 +35,19 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def say_what_is_there(pipe):
+    pipe.send("warmed" in sys.modules)
+
+
+def test_processes_of_tests_have_imported_everything():
+    """Else a process that is to be killed at its work is killed while it imports torch, and nothing is tried."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=say_what_is_there, args=(theirs,))
+    process.start()
+    assert ours.recv()
+    process.join(DEADLINE)
+
+
 # --- processes that were stopped
 
 
