@@ -273,3 +273,29 @@ def test_backward_through_vmap():
     x = torch.randn(4, 64, 40_000, device="cuda", requires_grad=True)
     torch.func.vmap(Backdrop(0.5, exact=True), randomness="same")(x).sum().backward()
     assert torch.equal((x.grad == 2).sum((1, 2)), torch.full((4,), 32 * 40_000, device="cuda"))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("p", ["number", "cuda"])
+def test_masks_that_choose_do_not_wait_and_can_be_captured(exact, p):
+    """Chosen in the backward pass: no host sync, fixed shapes, another choice at every replay of a graph."""
+    layer = Backdrop2d(0.75 if p == "number" else torch.tensor(0.75, device="cuda"), exact=exact, choose="gradient")
+    x = torch.randn(2, 3, 16, 16, device="cuda", requires_grad=True)
+    upstream = torch.randn_like(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), no_sync():
+        for _ in range(3):
+            torch.autograd.grad(layer(x), x, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (gradient,) = torch.autograd.grad(layer(x), x, upstream)
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        seen.append(gradient.clone())
+    kept = torch.stack(seen)[:, :, 0] != 0
+    assert kept.unique(dim=0).shape[0] == 5
+    if exact:
+        assert (kept.sum((2, 3)) == 64).all()

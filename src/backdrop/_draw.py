@@ -56,6 +56,8 @@ def draw_units(
     if size == 0 or is_zero(p):
         return torch.ones(groups, size, device=device, dtype=dtype)
     u = _uniform(groups, size, generator, device)
+    if isinstance(p, Tensor) and p.dtype in (torch.float16, torch.bfloat16):
+        p = p.float()  # counts in float16 end at 65,504
     numerator, per_count = _scale(scale, size, p)
     if exact and not isinstance(p, Tensor) and torch.compiler.is_compiling():
         # A count that p decides would be a constant of the code, which would be compiled anew at every step of p.

@@ -41,7 +41,7 @@ def weigh_norms(
     groups, size = norms.shape
     if size == 0 or is_zero(p):
         return torch.ones_like(norms)
-    number: Any = size * (1 - p)
+    number: Any = size * (1 - (p.to(norms.dtype) if isinstance(p, Tensor) else p))  # half precision ends at 65,504
     if exact:
         number = number.round().clamp(min=1) if isinstance(number, Tensor) else max(1, round(number))
     inclusion = inclusion_probabilities(norms, number, floor)
@@ -69,6 +69,13 @@ def unit_norms(*given: tuple[Tensor, Lattice]) -> Tensor:
     return _norm(norms, [0], norms.dtype).squeeze(0)
 
 
+def effective_number(norms: Tensor) -> float:
+    """(sum |g|)^2 / sum |g|^2: as many equal gradients would be as much. NaN where they are not finite."""
+    largest = norms.amax() if norms.numel() else norms.new_zeros(())
+    shares = norms / torch.where(largest > 0, largest, 1.0)  # whose squares stay in range
+    return float(shares.sum().square() / shares.square().sum().clamp(min=1.0)) if norms.numel() else 0.0
+
+
 def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
     wide = torch.float32 if grad.device.type == "mps" else torch.float64
     others = [axis for axis in range(grad.ndim) if axis not in lattice.axes]
@@ -89,7 +96,8 @@ def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
     """
     if not others:
         return grad.abs().to(wide)
-    if grad.device.type != "cpu" or torch.compiler.is_compiling() or grad.dtype == torch.float64:
+    readable = type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not readable or grad.dtype == torch.float64:
         return _norm(grad, others, wide)
     norms = _norm(grad, others, torch.float32)
     low, high = map(float, norms.aminmax()) if norms.numel() else (1.0, 1.0)
@@ -136,12 +144,12 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
 def _systematic(pi: Tensor, number: Any, u: Tensor, offset: Tensor) -> Tensor:
     """Just `number` units: those in whose part of a line, laid in random order, one of its equally spaced points lies.
 
-    Units that are sure to be kept come first, where sums are exact.
+    Units that are sure to be kept, or not to be, come first, where sums are exact.
     """
-    order = torch.where(pi >= 1, -1.0, u).argsort(1)
+    order = torch.where((pi >= 1) | (pi <= 0), -1.0, u).argsort(1)
     ends = pi.gather(1, order).cumsum(1).clamp(max=number)
     last = torch.arange(pi.shape[1], device=pi.device) == pi.shape[1] - 1
-    ends = torch.where(last, torch.as_tensor(number, dtype=pi.dtype, device=pi.device), ends)
+    ends = torch.where(last, number, ends)
     points = (ends - offset).ceil().clamp(min=0)
     before = torch.cat([torch.zeros_like(points[:, :1]), points[:, :-1]], 1)
     return torch.zeros_like(pi, dtype=torch.bool).scatter(1, order, points > before)

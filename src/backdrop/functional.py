@@ -165,7 +165,8 @@ def choose_weight(
     A unit with gradient g_u is kept with probability pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N and weighs
     1 / pi_u; tau is such that the pi_u of a group of N units add up to k = N (1 - p). With `exact` just k units are
     kept, rounded to a whole number, and otherwise each by itself, but at least one. Where all gradients are alike, or
-    zero, units are chosen uniformly; infinite and NaN ones are kept first. With scale "eq1" weights are multiplied
+    zero, units are chosen uniformly; infinite and NaN ones are kept first. With floor=0 a unit without a gradient is
+    never kept. With scale "eq1" weights are multiplied
     by 1 - p, with None they are 1, which is biased.
 
     Examples:
@@ -211,8 +212,7 @@ def _choose_and_count(
         lattices = [make_lattice(grad.shape, dims, patch) for grad in grads]
         norms = _informed.unit_norms(*zip(grads, lattices, strict=True))
         weight = _informed.weigh_norms(norms, p, exact, scale, floor, generator)
-        total, squares = norms.sum(), norms.square().sum()
-        effective = float(total.square() / squares) if norms.numel() else 0.0
+        effective = _informed.effective_number(norms)
     dtype = torch.float64 if grads[0].dtype in (torch.float64, torch.complex128) else torch.float32
     return spread(weight.to(dtype), lattices[0], grads[0].shape), effective
 
@@ -306,6 +306,9 @@ def _apply_informed(
         raise RuntimeError(
             "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
         )
+    if torch.compiler.is_compiling() and not isinstance(p, Tensor):
+        # Otherwise the count that p decides is a constant of the code, which is compiled anew at every step of p.
+        p = p * torch.ones((), dtype=torch.float32 if x.device.type == "mps" else torch.float64, device=x.device)
     masked: Tensor = _InformedMask.apply(x, p, lattice, exact, scale, floor, generator)  # type: ignore[no-untyped-call]
     return masked
 
@@ -333,8 +336,19 @@ class _InformedMask(torch.autograd.Function):
         if torch.compiler.is_compiling():
             weight = _choose(grad, *ctx.how)
         else:
-            weight = ctx.weight = _choose(grad, *ctx.how) if ctx.weight is None else ctx.weight
+            if ctx.weight is None:
+                _check_not_batched(grad)
+                ctx.weight = _choose(grad, *ctx.how)
+            weight = ctx.weight
         return _multiply(grad, weight), None, None, None, None, None, None
+
+
+def _check_not_batched(grad: Tensor) -> None:
+    if torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "choose='gradient' makes one choice for all passes through a call, by the gradient of the first, but several "
+            "came at once (is_grads_batched, vectorize=True or vmap); go back once by itself first, or one after the other"
+        )
 
 
 def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
