@@ -1,4 +1,4 @@
-"""Masks that choose by gradients, in code as others write it: compiled, checkpointed, mixed precision, several losses."""
+"""Masks that choose by gradients, in code as others write it: compiled, checkpointed, half precision, two losses."""
 
 import copy
 import math

@@ -346,8 +346,9 @@ class _InformedMask(torch.autograd.Function):
 def _check_not_batched(grad: Tensor) -> None:
     if torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad):
         raise RuntimeError(
-            "choose='gradient' makes one choice for all passes through a call, by the gradient of the first, but several "
-            "came at once (is_grads_batched, vectorize=True or vmap); go back once by itself first, or one after the other"
+            "choose='gradient' makes one choice for all passes through a call, by the gradient of the first, but "
+            "several came at once (is_grads_batched, vectorize=True or vmap); go back once by itself first, or one "
+            "after the other"
         )
 
 
