@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from backdrop._sampler import Sampler
 from backdrop.textures import Matern, SquaredExponential, Texture
+from backdrop.textures.sampler import Sampler
 from bench_layer import machine, options, peak_bytes
 
 GAUSS, MATERN = Texture(SquaredExponential(10)), Texture(Matern(10, 1.5))

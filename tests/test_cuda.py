@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backdrop import Backdrop, Backdrop2d, _kernels
+from backdrop import Backdrop, Backdrop2d
+from backdrop._core import kernels
 from backdrop.functional import draw_mask, draw_weight, mask_gradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -213,7 +214,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("shape", "weight_shape", "layout"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_backward_multiply_equals_the_plain_product_bit_for_bit(shape, weight_shape, layout, dtype, monkeypatch):
-    monkeypatch.setattr(_kernels, "MULTIPLY_LEAST", 0)
+    monkeypatch.setattr(kernels, "MULTIPLY_LEAST", 0)
     x = torch.randn(shape, device="cuda", dtype=dtype)
     upstream = torch.randn(shape, device="cuda", dtype=dtype)
     if layout is not None:
@@ -237,7 +238,7 @@ def test_backward_multiply_equals_the_plain_product_bit_for_bit(shape, weight_sh
 )
 def test_drawing_kernel_equals_the_plain_operations_bit_for_bit(groups, size, p, scale, monkeypatch):
     drawn = draw_weight((groups, size), p, (0, 1), scale=scale, generator=seeded(3))
-    monkeypatch.setattr(_kernels, "weigh", lambda *_: None)
+    monkeypatch.setattr(kernels, "weigh", lambda *_: None)
     plain = draw_weight((groups, size), p, (0, 1), scale=scale, generator=seeded(3))
     assert torch.equal(drawn, plain)
     assert drawn.any(1).all()
@@ -245,16 +246,16 @@ def test_drawing_kernel_equals_the_plain_operations_bit_for_bit(groups, size, p,
 
 def test_kernels_are_used_where_they_apply(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(_kernels, "MULTIPLY_LEAST", 0)
+    monkeypatch.setattr(kernels, "MULTIPLY_LEAST", 0)
     grad, weight = torch.randn(4, 3, 8, 8, device="cuda"), torch.rand(4, 1, 8, 8, device="cuda")
     with torch.no_grad():
-        assert _kernels.multiply(grad, weight) is not None
-        assert _kernels.multiply(grad.to(memory_format=torch.channels_last), weight) is not None
-        assert _kernels.multiply(grad, torch.rand(4, 1, 1, 1, device="cuda")) is not None
-        assert _kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is not None
-        assert _kernels.multiply(grad[:, :, ::2], weight[:, :, ::2]) is None
-    assert _kernels.weigh(torch.rand(2, 3, device="cuda"), 0.5, 1.0, True) is not None
-    assert _kernels.weigh(torch.rand(1, 2**16 + 1, device="cuda"), 0.5, 1.0, True) is None
+        assert kernels.multiply(grad, weight) is not None
+        assert kernels.multiply(grad.to(memory_format=torch.channels_last), weight) is not None
+        assert kernels.multiply(grad, torch.rand(4, 1, 1, 1, device="cuda")) is not None
+        assert kernels.multiply(grad, torch.rand(1, 3, 1, 8, device="cuda")) is not None
+        assert kernels.multiply(grad[:, :, ::2], weight[:, :, ::2]) is None
+    assert kernels.weigh(torch.rand(2, 3, device="cuda"), 0.5, 1.0, True) is not None
+    assert kernels.weigh(torch.rand(1, 2**16 + 1, device="cuda"), 0.5, 1.0, True) is None
 
 
 def test_beyond_32_bit_indices():

@@ -18,7 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
-from backdrop._files import locked
+from backdrop._core.files import locked
 from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.study import alive, journal, study, tune

@@ -11,10 +11,10 @@ import pytest
 import torch
 from scipy import special
 
-from backdrop import _fields
-from backdrop._fields import Field, eigenvalues, fast_length, generator_for, normalise_
-from backdrop._sampler import Sampler
-from backdrop.textures import Matern, SquaredExponential, Texture
+from backdrop._core.seeds import generator_for
+from backdrop.textures import Matern, SquaredExponential, Texture, fields
+from backdrop.textures.fields import Field, eigenvalues, fast_length, normalise_
+from backdrop.textures.sampler import Sampler
 
 CPU = torch.device("cpu")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -94,8 +94,8 @@ def mixture_on(torus, lags):
     ids=str,
 )
 def test_the_covariance_on_a_torus_is_exact(torus, slab, device, monkeypatch):
-    monkeypatch.setitem(_fields.SLAB, device.type, slab)
-    monkeypatch.setitem(_fields.BLOCK, device.type, slab)
+    monkeypatch.setitem(fields.SLAB, device.type, slab)
+    monkeypatch.setitem(fields.BLOCK, device.type, slab)
     lengths, weights, expected = mixture_on(torus, differences(torus))
     check_covariance(Field(lengths, weights, torus, torus, device, torch.float64), expected, monkeypatch)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from backdrop import effective_batch_size, functional
-from backdrop._draw import make_lattice
+from backdrop._core.draw import make_lattice
 from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
 from oracle import weights
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, _informed, functional, insert, skip_blocked
-from backdrop._draw import make_lattice
+from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, functional, insert, skip_blocked
+from backdrop._core import informed
+from backdrop._core.draw import make_lattice
 from skipping import captures
 
 SIGMAS = 6.5  # a normal number lies beyond once in 1.2e10 times: below 1e-6 for all comparisons of a test together
@@ -38,7 +39,7 @@ sizes = st.one_of(st.floats(1e-6, 1e6), st.just(0.0), st.just(1.0))
 @given(norms=st.lists(sizes, min_size=1, max_size=12), share=st.floats(0.01, 1), floor=st.sampled_from([0, 0.1, 1]))
 def test_inclusion_probabilities(norms, share, floor):
     number = max(0.05, share * len(norms))
-    found = _informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), number, floor)[0]
+    found = informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), number, floor)[0]
     uniform = number / len(norms)
     expected = by_bisection(norms, number) if any(norms) else [uniform] * len(norms)
     expected = [(1 - floor) * pi + floor * uniform for pi in expected]
@@ -49,7 +50,7 @@ def test_inclusion_probabilities(norms, share, floor):
 @pytest.mark.parametrize("odd", [math.inf, math.nan])
 def test_what_is_not_finite_comes_first(odd):
     norms = torch.tensor([[1.0, odd, 5.0, 0.0], [1.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
-    first, second = _informed.inclusion_probabilities(norms, 2, 0.0)
+    first, second = informed.inclusion_probabilities(norms, 2, 0.0)
     torch.testing.assert_close(first, torch.tensor([1, 1, 1, 1]).double() / 3 + torch.tensor([0, 2, 0, 0]) / 3)
     torch.testing.assert_close(second, torch.tensor([0.5, 0.5, 1.0, 0.0]).double())
 
@@ -58,7 +59,7 @@ def test_what_is_not_finite_comes_first(odd):
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_systematic_choices_by_enumeration(norms, floor):
     """All orders, and for each all offsets: units are kept as often as they should be, and just as many."""
-    pi = _informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), 2, floor)
+    pi = informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), 2, floor)
     size, found = len(norms), torch.zeros(len(norms), dtype=torch.float64)
     for order in itertools.permutations(range(size)):
         u = torch.tensor([order]).argsort(1) / size
@@ -66,7 +67,7 @@ def test_systematic_choices_by_enumeration(norms, floor):
         edges = torch.cat([torch.tensor([0.0, 1.0]), edges]).double().sort().values
         for low, high in itertools.pairwise(edges.tolist()):
             if high - low > 1e-9:
-                kept = _informed._systematic(pi, 2, u, torch.tensor([[(low + high) / 2]]).double())
+                kept = informed._systematic(pi, 2, u, torch.tensor([[(low + high) / 2]]).double())
                 assert kept.sum() == 2
                 found += (high - low) * kept[0].double()
     torch.testing.assert_close(found / math.factorial(size), pi[0], atol=1e-9, rtol=0)
@@ -82,7 +83,7 @@ def test_independent_choices_by_enumeration():
         choices = [0.3, 0.7, 0.99] if not any(kept) else [0.5]  # one in the part of each unit that may stand in
         shares = (pi[0][pi[0] > 0] / pi.sum()).tolist() if not any(kept) else [1.0]
         for choice, share in zip(choices, shares, strict=True):
-            chosen, expected = _informed._independent(pi, u, torch.tensor([[choice]]).double())
+            chosen, expected = informed._independent(pi, u, torch.tensor([[choice]]).double())
             assert chosen.any()
             found += chance * share * chosen[0].double()
     torch.testing.assert_close(found, expected[0])
@@ -97,7 +98,7 @@ def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
     torch.manual_seed(0)
     grad, lattice = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype), None
     lattice = make_lattice(shape, dims, patch)
-    found = _informed.unit_norms((grad, lattice))
+    found = informed.unit_norms((grad, lattice))
     expected = torch.zeros(lattice.shape, dtype=torch.float64)
     sides = dict(zip(lattice.axes, lattice.patch, strict=True))
     for index in itertools.product(*map(range, shape)):
@@ -109,7 +110,7 @@ def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_sizes_whose_squares_leave_float32(scale):
     grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]]) * scale
-    found = _informed.unit_norms((grad, make_lattice((2, 2), 0, 1)))
+    found = informed.unit_norms((grad, make_lattice((2, 2), 0, 1)))
     torch.testing.assert_close(found, torch.tensor([[5.0, 1.0]]).double() * scale, rtol=1e-5, atol=0)
 
 
@@ -132,10 +133,10 @@ def test_the_gradient_is_unbiased(shape, settings, exact, floor):
     torch.manual_seed(1)
     grad, draws = torch.randn(shape).pow(3), 4000
     lattice = make_lattice(shape, settings["dims"], settings.get("patch", 1))
-    norms = _informed.unit_norms((grad, lattice))
+    norms = informed.unit_norms((grad, lattice))
     number = lattice.size * 0.4
-    pi = _informed.inclusion_probabilities(norms, max(1, round(number)) if exact else number, floor)
-    weights = _informed.weigh_norms(norms.repeat(draws, 1), 0.6, exact, "count", floor, None)
+    pi = informed.inclusion_probabilities(norms, max(1, round(number)) if exact else number, floor)
+    weights = informed.weigh_norms(norms.repeat(draws, 1), 0.6, exact, "count", floor, None)
     error = (weights.view(draws, *norms.shape).mean(0) - 1).abs()
     allowed = SIGMAS * ((1 / pi - 1).clamp(min=0) / draws).sqrt() + SIGMAS**2 / (3 * draws * pi)
     assert (error <= allowed + 1e-9).all()
@@ -149,7 +150,7 @@ def test_exact_keeps_as_many_units_of_each_group_as_p_says(shape, settings):
     grad = torch.randn(shape)
     lattice = make_lattice(shape, settings["dims"], settings.get("patch", 1))
     for p in (0.3, 0.75, 0.999):
-        weight = _informed.weigh(grad, lattice, p, True, "count", 0.1, None)
+        weight = informed.weigh(grad, lattice, p, True, "count", 0.1, None)
         assert ((weight > 0).sum(1) == max(1, round(lattice.size * (1 - p)))).all()
 
 
@@ -157,7 +158,7 @@ def test_less_variance_than_uniform_masks_where_gradients_differ_and_no_more_whe
     torch.manual_seed(3)
 
     def spread(grad):
-        weights = _informed.weigh_norms(grad.double().repeat(3000, 1), 0.9, True, "count", 0.1, None)
+        weights = informed.weigh_norms(grad.double().repeat(3000, 1), 0.9, True, "count", 0.1, None)
         return (weights * grad).sum(1).var().item()
 
     def uniform(grad):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backdrop import _kernels
+from backdrop._core import kernels
 
 
 @st.composite
@@ -23,7 +23,7 @@ def gradients_and_weights(draw):
 @settings(max_examples=500)
 def test_layout_gives_every_element_its_weight(gradient_and_weight):
     grad, weight = gradient_and_weight
-    layout = _kernels._layout(grad, weight)
+    layout = kernels._layout(grad, weight)
     if layout is None:
         return
     outer, shared, inner = layout
@@ -39,12 +39,12 @@ def test_the_layouts_of_the_layers_are_covered():
     x = torch.randn(4, 3, 8, 10)
     for grad in (x, x.to(memory_format=torch.channels_last)):
         for shape in ((4, 1, 8, 10), (1, 1, 8, 10), (4, 1, 1, 1), (1, 3, 1, 1)):
-            assert _kernels._layout(grad, torch.ones(shape)) is not None
-    assert _kernels._layout(x, torch.ones(4, 3, 8, 10)) is not None
-    assert _kernels._layout(x.reshape(4, 3, 8, 5, 2), torch.ones(4, 1, 8, 1, 2)) is None
-    assert _kernels._layout(x[:, :, ::2], torch.ones(4, 1, 4, 10)) is None
+            assert kernels._layout(grad, torch.ones(shape)) is not None
+    assert kernels._layout(x, torch.ones(4, 3, 8, 10)) is not None
+    assert kernels._layout(x.reshape(4, 3, 8, 5, 2), torch.ones(4, 1, 8, 1, 2)) is None
+    assert kernels._layout(x[:, :, ::2], torch.ones(4, 1, 4, 10)) is None
 
 
 def test_kernels_leave_the_cpu_alone():
-    assert _kernels.multiply(torch.ones(2**23), torch.ones(1)) is None
-    assert _kernels.weigh(torch.rand(2, 3), 0.5, 1.0, True) is None
+    assert kernels.multiply(torch.ones(2**23), torch.ones(1)) is None
+    assert kernels.weigh(torch.rand(2, 3), 0.5, 1.0, True) is None

@@ -14,7 +14,7 @@ from torch import nn
 
 import chromium
 from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
-from backdrop._draw import make_lattice
+from backdrop._core.draw import make_lattice
 from backdrop.experiments.models import gp_network
 from backdrop.placement.fields import receptive_fields
 from backdrop.placement.inspection import expected_kept, inspect

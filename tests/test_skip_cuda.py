@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from backdrop import Backdrop, Backdrop2d, _kernels, skip_blocked
+from backdrop import Backdrop, Backdrop2d, skip_blocked
+from backdrop._core import kernels
 from backdrop.graph import cost
 from backdrop.skip import engine, statistics, windows
 from backdrop.skip.epilogue import Epilogue, Moments, finish
@@ -58,7 +59,7 @@ def test_kernels_against_plain_operations_on_windows(policy, order, monkeypatch)
     slow = copy.deepcopy(fast)
     with_kernels = step(fast, x)
     assert ran_windows(fast)
-    monkeypatch.setattr(_kernels, "_usable", lambda x: False)
+    monkeypatch.setattr(kernels, "_usable", lambda x: False)
     assert_same_gradients(step(slow, x), with_kernels, 1e-5)
 
 
@@ -87,7 +88,7 @@ def test_finish_kernels(dtype, relu_first, relu_last, norm, outside, channels, m
     for usable in (True, False):
         with monkeypatch.context() as patch:
             if not usable:
-                patch.setattr(_kernels, "_usable", lambda x: False)
+                patch.setattr(kernels, "_usable", lambda x: False)
             y = finish(x, gamma, beta, how)
             results.append((y, *torch.autograd.grad(y, inputs, upstream)))
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from scipy import stats
 
-from backdrop import _sampler, textures
-from backdrop._sampler import Sampler
-from backdrop.textures import Matern, SquaredExponential, Texture, TextureDataset, patchwork_length
+from backdrop import textures
+from backdrop.textures import Matern, SquaredExponential, Texture, TextureDataset, patchwork_length, sampler
+from backdrop.textures.sampler import Sampler
 
 SIGMA = 6.5
 SIZES = {1: (64,), 2: (24, 32), 3: (12, 10, 8)}
@@ -335,8 +335,8 @@ def test_progress_wraps_the_loop():
 
 
 def test_too_little_memory_is_noticed_before_any_work(monkeypatch):
-    monkeypatch.setattr(_sampler, "available_bytes", lambda device: 10_000_000)
-    monkeypatch.setattr(_sampler.Field, "draw", None)
+    monkeypatch.setattr(sampler, "available_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr(sampler.Field, "draw", None)
     texture = Texture(SquaredExponential(2))
     with pytest.raises(ValueError, match=r"3 samples of 1024 x 1024 pixels.* need 0.0 GB, but cpu has 0.0 GB free"):
         texture.sample(3, 1024, seed=0)

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backdrop import functional
-from backdrop._checks import Dims, Patch, Probability, Scale, check_dims, is_readable
-from backdrop._draw import _checkpoint_rerun, is_zero, make_lattice
-from backdrop._fields import generator_for
+from backdrop._core.checks import Dims, Patch, Probability, Scale, check_dims, is_readable
+from backdrop._core.draw import _checkpoint_rerun, is_zero, make_lattice
+from backdrop._core.seeds import generator_for
 from backdrop.distributed import Group, exchange, resolve
 
 CHECK_EVERY = 8  # steps

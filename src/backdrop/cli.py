@@ -80,9 +80,10 @@ def textures(
     with errors_in_red():
         from rich.progress import track
 
-        from backdrop._checks import check_size
+        from backdrop._core.checks import check_size
         from backdrop.experiments.generate import generate
-        from backdrop.textures import plot, split_seed
+        from backdrop.textures import plot
+        from backdrop.textures.texture import split_seed
 
         groups = [_numbers(text) for text in (small, *(scale or ()), large) if text is not None]
         if not groups:

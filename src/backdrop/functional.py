@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backdrop import _informed, _kernels
-from backdrop._checks import (
+from backdrop._core import informed, kernels
+from backdrop._core.checks import (
     Choose,
     Dims,
     Patch,
@@ -43,7 +43,7 @@ from backdrop._checks import (
     check_shape,
     check_weight,
 )
-from backdrop._draw import Lattice, draw_units, is_zero, make_lattice, spread
+from backdrop._core.draw import Lattice, draw_units, is_zero, make_lattice, spread
 
 __all__ = ["backdrop", "choose_weight", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
@@ -192,7 +192,7 @@ def _choose(
     generator: torch.Generator | None,
 ) -> Tensor:
     with torch.no_grad():
-        weight = _informed.weigh(grad, lattice, p, exact, scale, floor, generator)
+        weight = informed.weigh(grad, lattice, p, exact, scale, floor, generator)
     dtype = torch.float64 if grad.dtype in (torch.float64, torch.complex128) else torch.float32
     return spread(weight.to(dtype), lattice, grad.shape)
 
@@ -210,9 +210,9 @@ def _choose_and_count(
     """One choice for several tensors, as a weight for the first; and how many equal gradients theirs are worth."""
     with torch.no_grad():
         lattices = [make_lattice(grad.shape, dims, patch) for grad in grads]
-        norms = _informed.unit_norms(*zip(grads, lattices, strict=True))
-        weight = _informed.weigh_norms(norms, p, exact, scale, floor, generator)
-        effective = _informed.effective_number(norms)
+        norms = informed.unit_norms(*zip(grads, lattices, strict=True))
+        weight = informed.weigh_norms(norms, p, exact, scale, floor, generator)
+        effective = informed.effective_number(norms)
     dtype = torch.float64 if grads[0].dtype in (torch.float64, torch.complex128) else torch.float32
     return spread(weight.to(dtype), lattices[0], grads[0].shape), effective
 
@@ -356,7 +356,7 @@ def _multiply(grad: Tensor, weight: Tensor) -> Tensor:
     """`grad * weight` in the wider of the two dtypes, rounded to that of `grad` and laid out like it."""
     if torch.compiler.is_compiling():
         return (grad * weight).to(grad.dtype)  # one kernel
-    product = _kernels.multiply(grad, weight)
+    product = kernels.multiply(grad, weight)
     if product is not None:
         return product
     if torch.result_type(grad, weight) == grad.dtype:

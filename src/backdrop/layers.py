@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from backdrop import _marks, functional
-from backdrop._checks import (
+from backdrop import functional
+from backdrop._core import marks
+from backdrop._core.checks import (
     Choose,
     Dims,
     Patch,
@@ -36,7 +37,7 @@ from backdrop._checks import (
     check_patch,
     check_scale,
 )
-from backdrop._draw import is_zero
+from backdrop._core.draw import is_zero
 from backdrop._shared import Draw, Settings, SharedDraw
 from backdrop.distributed import Group, check_group, not_compiled, resolve
 
@@ -128,11 +129,11 @@ class Backdrop(nn.Module):
         self.floor = floor
         self.generator = generator
         self._across = None if group is None else SharedDraw(group, uneven)
-        self._number = _marks.register(self)
+        self._number = marks.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._number = _marks.register(self)
+        self._number = marks.register(self)
 
     @property
     def group(self) -> Group:
@@ -175,8 +176,8 @@ class Backdrop(nn.Module):
             cls._weighs_itself = True
 
     def forward(self, x: Tensor) -> Tensor:
-        if _marks.CAPTURING and torch.compiler.is_compiling():
-            return _marks.mark(x, self._number)
+        if marks.CAPTURING and torch.compiler.is_compiling():
+            return marks.mark(x, self._number)
         if self._across is not None and (self.generator is not None or resolve(self._across.group) is not None):
             return self._forward_shared(x)
         if self._weighs_itself:

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from backdrop._checks import check_int, check_p
+from backdrop._core.checks import check_int, check_p
 from backdrop.layers import Backdrop
 
 __all__ = ["ConstantP", "CosineP", "LambdaP", "LinearP", "Schedule", "StepP"]

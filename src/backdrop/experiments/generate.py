@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 import backdrop
-from backdrop._checks import check_int, check_size
-from backdrop._sampler import Sampler
+from backdrop._core.checks import check_int, check_size
 from backdrop.experiments.cache import listed
 from backdrop.experiments.fetch import lock
-from backdrop.textures import PAPER_WEIGHTS, Combine, Progress, Texture, split_seed
+from backdrop.textures.sampler import Sampler
+from backdrop.textures.texture import PAPER_WEIGHTS, Combine, Progress, Texture, split_seed
 
 __all__ = ["generate"]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backdrop._batches import LEAST
 from backdrop.experiments import data, models
 from backdrop.experiments.attacks import Attack, Pixels, accuracy_under, fgsm, pgd
 from backdrop.experiments.models import GROUPS, Norm
@@ -19,6 +18,7 @@ from backdrop.experiments.settings import MOST, check_range
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, percent_right, product
 from backdrop.layers import Backdrop, Backdrop2d
 from backdrop.losses import class_distance_loss, rank_statistic_loss
+from backdrop.losses._batches import LEAST
 
 __all__ = ["AUC", "CIFAR10", "Latent", "Ponce"]
 

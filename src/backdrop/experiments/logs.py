@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import backdrop
-from backdrop._files import append
+from backdrop._core.files import append
 
 __all__ = ["TensorBoard", "log_event", "machine", "tail"]
 

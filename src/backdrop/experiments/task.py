@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backdrop._checks import check_p
+from backdrop._core.checks import check_p
 from backdrop.experiments import settings as parsing
 
 __all__ = [

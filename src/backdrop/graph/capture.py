@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
-from backdrop import _marks
+from backdrop._core import marks
 
 _numbers = itertools.count()
 FAILURES = 8  # calls with an error after which it is captured anew
@@ -61,7 +61,7 @@ class Capture:
         self._known_breaks = dict(counters["graph_break"])
         frames = counters["frames"]["total"]
         try:
-            with _settings(), _marks.capturing():
+            with _settings(), marks.capturing():
                 return self._compiled(self.function, args, kwargs)
         except Exception:
             if counters["frames"]["total"] != frames and self._failures < FAILURES:

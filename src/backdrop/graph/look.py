@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from backdrop._checks import check_int
-from backdrop._inserted import inserted_mask
+from backdrop._core.checks import check_int
 from backdrop.graph.capture import Capture, is_captured
 from backdrop.graph.cost import Cost
+from backdrop.graph.inserted import inserted_mask
 from backdrop.graph.trace import SHARED, clean, first_line, trace
 from backdrop.layers import Backdrop
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from backdrop._checks import check_dims
-from backdrop._draw import make_lattice
+from backdrop._core.checks import check_dims
+from backdrop._core.draw import make_lattice
 from backdrop.distributed import resolve
 from backdrop.functional import effective_batch_size
 from backdrop.layers import Backdrop

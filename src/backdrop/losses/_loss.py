@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from backdrop._batches import LEAST, SingleClass, check_number, check_settings, wide
 from backdrop.distributed import Group
+from backdrop.losses._batches import LEAST, SingleClass, check_number, check_settings, wide
 
 
 def nothing_to_compare(inputs: Tensor, single_class: SingleClass, what: str = "one class only") -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from backdrop._batches import Batch, wide
+from backdrop.losses._batches import Batch, wide
 from backdrop.losses._soft_ranks import (
     NO_SECOND,
     comparable,

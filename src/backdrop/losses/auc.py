@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backdrop._batches import Batch, SingleClass, check_number, gather_batch
 from backdrop.distributed import Group, not_compiled
 from backdrop.losses import _pairs
+from backdrop.losses._batches import Batch, SingleClass, check_number, gather_batch
 from backdrop.losses._loss import Loss, nothing_to_compare
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from backdrop._batches import (
+from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
+from backdrop.losses._batches import (
     SingleClass,
     check_inputs,
     check_number,
@@ -15,7 +16,6 @@ from backdrop._batches import (
     normalise,
     wide,
 )
-from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
 from backdrop.losses._loss import Loss, nothing_to_compare
 
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from backdrop._batches import SingleClass, check_inputs, check_number, check_weights, make_weights, normalise
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
+from backdrop.losses._batches import SingleClass, check_inputs, check_number, check_weights, make_weights, normalise
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, WithGradient
 from backdrop.losses._soft_ranks import comparable, sorted_sums, terms_for

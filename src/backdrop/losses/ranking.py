@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from backdrop._batches import (
+from backdrop.distributed import Group, all_gather, not_compiled, resolve
+from backdrop.losses._batches import (
     Batch,
     SingleClass,
     check_inputs,
@@ -20,7 +21,6 @@ from backdrop._batches import (
     normalise,
     wide,
 )
-from backdrop.distributed import Group, all_gather, not_compiled, resolve
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, WithGradient, dot, mean_over_problems, sigmoids, times
 from backdrop.losses._soft_ranks import PAIRS, SoftSums, comparable, in_parts, scaled, sorted_sums, terms_for

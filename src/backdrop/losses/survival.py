@@ -20,9 +20,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from backdrop._batches import SingleClass, check_inputs, check_settings, check_weights, make_weights, normalise, wide
-from backdrop._once import once
+from backdrop._core.once import once
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
+from backdrop.losses._batches import (
+    SingleClass,
+    check_inputs,
+    check_settings,
+    check_weights,
+    make_weights,
+    normalise,
+    wide,
+)
 
 Ties: TypeAlias = Literal["efron", "breslow"]
 

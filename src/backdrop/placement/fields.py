@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias, overload
 import torch
 from torch import fx, nn
 
-from backdrop._checks import nearest
+from backdrop._core.checks import nearest
 from backdrop.graph.look import Look, look
 from backdrop.graph.reach import NOTHING, Reach, Taps, between, hull, window
 from backdrop.graph.table import Call, Slide, Step, Tap, UnsupportedError, find

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from backdrop import _tree
+from backdrop._core import tree
 
 __all__ = ["Layer", "Step", "Sums", "tensors", "total"]
 
@@ -83,7 +83,7 @@ class Step:
         """Give layers their S^2, from backward passes for the chosen of n samples; False if there are no samples."""
         outputs = self._outputs()
         # The loss on outputs cut off from the model: one output may be computed from another.
-        cut = _tree.map_leaves(lambda x: x.detach().requires_grad_() if _has_graph(x) else x, outputs)
+        cut = tree.map_leaves(lambda x: x.detach().requires_grad_() if _has_graph(x) else x, outputs)
         pairs = [(x, y) for x, y in zip(*(tensors("outputs", t) for t in (outputs, cut)), strict=True) if _has_graph(x)]
         arriving = torch.autograd.grad(self._value(cut), [y for _, y in pairs], allow_unused=True)
         reached = [(x, grad) for (x, _), grad in zip(pairs, arriving, strict=True) if grad is not None]
@@ -145,7 +145,7 @@ def _has_graph(leaf: Any) -> bool:
 
 def tensors(name: str, values: Any) -> list[Tensor]:
     try:
-        return [leaf for _, leaf in _tree.leaves(values) if isinstance(leaf, Tensor)]
+        return [leaf for _, leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     except TypeError as error:
         raise TypeError(
             f"the {name} of the model have to be a tensor, or tensors in tuples, lists, dictionaries and dataclasses, "

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from backdrop._draw import make_lattice
-from backdrop._files import put
+from backdrop._core.draw import make_lattice
+from backdrop._core.files import put
 from backdrop.functional import effective_batch_size
 from backdrop.graph.look import check_model
 from backdrop.graph.table import Statistics

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from backdrop._checks import check_int
+from backdrop._core.checks import check_int
 from backdrop.graph.look import check_model
 from backdrop.layers import Backdrop
 from backdrop.placement.gradients import Layer, Step, Sums, tensors, total

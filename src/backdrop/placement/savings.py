@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from backdrop._draw import is_zero
+from backdrop._core.draw import is_zero
 from backdrop.graph import cost
 from backdrop.graph.capture import Capture
 from backdrop.graph.look import (

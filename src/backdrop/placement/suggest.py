@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from backdrop._checks import check_positive
+from backdrop._core.checks import check_positive
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Axes, Field, Followed, by, follow
 

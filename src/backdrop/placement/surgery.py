@@ -24,9 +24,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from backdrop import _marks
-from backdrop._checks import nearest
-from backdrop._inserted import NAME, inserted_mask, mask_and_copy_output, unhook
+from backdrop._core import marks
+from backdrop._core.checks import nearest
+from backdrop.graph.inserted import NAME, inserted_mask, mask_and_copy_output, unhook
 from backdrop.graph.look import check_model
 from backdrop.layers import Backdrop
 
@@ -40,7 +40,7 @@ class _Copy(nn.Module):
     """Behind a mask: whatever follows may change it in place, which torch refuses for what shares its memory."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or (_marks.CAPTURING and torch.compiler.is_compiling()):
+        if not self.training or (marks.CAPTURING and torch.compiler.is_compiling()):
             return x
         return x.clone()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from backdrop._inserted import apply_mask
+from backdrop.graph.inserted import apply_mask
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.skip.engine import WHEN, Engine, Settings, When

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from backdrop._draw import is_zero
-from backdrop._inserted import mask_tensors
-from backdrop._marks import layer_of
+from backdrop._core.draw import is_zero
+from backdrop._core.marks import layer_of
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
+from backdrop.graph.inserted import mask_tensors
 from backdrop.graph.table import Statistics
 from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, once_differentiable, trace
 from backdrop.layers import Backdrop, drops_samples

@@ -6,7 +6,7 @@ are one function of the layer's output x, which keeps x alone for its backward p
     y = relu(gamma * (relu(x) - m) * r + beta), and `fill` where a window's cell lies outside the map
 
 with either relu or the normalisation left out as the network has it. The backward pass is that of statistics.py. The
-plain operations below say what is computed; `backdrop._kernels` has the same as three kernels for a GPU.
+plain operations below say what is computed; `backdrop._core.kernels` has the same as three kernels for a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from backdrop import _kernels
+from backdrop._core import kernels
 
 
 class Moments(NamedTuple):
@@ -62,8 +62,8 @@ class _Finish(torch.autograd.Function):
         scale, shift = scale_and_shift(gamma, beta, how.moments)
         ctx.save_for_backward(x, gamma, scale, shift)
         ctx.how = how
-        y = _kernels.normalise(x, gamma, beta, how)
-        y = _kernels.finish(x, scale, shift, how) if y is None else y
+        y = kernels.normalise(x, gamma, beta, how)
+        y = kernels.finish(x, scale, shift, how) if y is None else y
         if y is not None:
             return y
         y = _normalised(x, scale, shift, how)
@@ -76,8 +76,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, scale, shift = ctx.saved_tensors
         how, wanted = ctx.how, ctx.needs_input_grad
-        found = _kernels.normalise_backward(dy, x, gamma, how, wanted[0])
-        found = _kernels.finish_backward(dy, x, scale, shift, how, wanted[0]) if found is None else found
+        found = kernels.normalise_backward(dy, x, gamma, how, wanted[0])
+        found = kernels.finish_backward(dy, x, scale, shift, how, wanted[0]) if found is None else found
         dx, sums = _plain_backward(dy, x, scale, shift, how) if found is None else found
         dbeta, dgamma = (None, None) if sums is None else sums
         return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None
@@ -100,7 +100,7 @@ def _channels(values: Tensor, x: Tensor) -> Tensor:
 
 def normalised(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Epilogue, out: Tensor | None) -> Tensor:
     """The normalisation alone, without gradients, into `out` if that is given."""
-    y = _kernels.normalise(x, gamma, beta, how, out)
+    y = kernels.normalise(x, gamma, beta, how, out)
     if y is not None:
         return y
     scale, shift = scale_and_shift(gamma, beta, how.moments)

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from backdrop import functional
-from backdrop._draw import is_zero
+from backdrop._core.draw import is_zero
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from backdrop import _kernels
+from backdrop._core import kernels
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Statistics
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish, normalised
@@ -150,7 +150,7 @@ def _moments_of_all(given: Mapping[str, Any], parts: list[Tensor]) -> Moments:
     tracked, momentum, eps = None, given["momentum"], given["eps"]
     if given.get("running_mean") is not None:
         tracked = (given["running_mean"], given["running_var"])
-    fast = _kernels.moments(parts, eps, tracked, momentum)
+    fast = kernels.moments(parts, eps, tracked, momentum)
     if fast is not None:
         return Moments(*fast)
     sizes = [x.numel() // x.shape[1] for x in parts]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from backdrop._checks import check_int, check_p
-from backdrop._draw import make_lattice
+from backdrop._core.checks import check_int, check_p
+from backdrop._core.draw import make_lattice
 from backdrop.experiments import search
 from backdrop.experiments.settings import nearest
 from backdrop.layers import Backdrop

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import nn
 
-from backdrop._checks import check_int
+from backdrop._core.checks import check_int
 from backdrop.experiments import search
 from backdrop.experiments.masks import space
 

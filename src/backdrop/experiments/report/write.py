@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import backdrop
-from backdrop._files import put
+from backdrop._core.files import put
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports, headline, tables, wording
 from backdrop.experiments.report.claims import CLAIMS

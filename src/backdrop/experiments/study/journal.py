@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from backdrop._files import CHUNK, cut
+from backdrop._core.files import CHUNK, cut
 from backdrop.experiments.study import alive
 
 try:

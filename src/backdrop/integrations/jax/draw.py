@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backdrop import _draw
-from backdrop._checks import Dims, Patch, Scale, check_p, check_scale, check_shape
+from backdrop._core import draw as masks
+from backdrop._core.checks import Dims, Patch, Scale, check_p, check_scale, check_shape
 
 Probability: TypeAlias = float | jax.Array
 
@@ -59,9 +59,9 @@ def draw_weight(
     """Draw what gradients are multiplied by: `draw_mask` of the same key times its scale, as `backdrop` does it."""
     p = as_probability(p)
     check_scale(scale)
-    lattice = _draw.make_lattice(check_shape(shape), dims, patch)
+    lattice = masks.make_lattice(check_shape(shape), dims, patch)
     kept = _draw_units(key, lattice, p, exact)
-    numerator, per_count = _draw._scale(scale, lattice.size, p)  # type: ignore[arg-type]
+    numerator, per_count = masks.weight_terms(scale, lattice.size, p)  # type: ignore[arg-type]
     count = kept.sum(1, keepdims=True) if per_count else 1
     weight: jax.Array = (kept.astype(dtype) * numerator / count).astype(dtype).reshape(lattice.shape)
     for axis, size in zip(lattice.axes, lattice.patch, strict=True):
@@ -70,7 +70,7 @@ def draw_weight(
     return weight
 
 
-def _draw_units(key: jax.Array | None, lattice: _draw.Lattice, p: Probability, exact: bool) -> jax.Array:
+def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, exact: bool) -> jax.Array:
     """Which units are kept, (groups, units)."""
     groups, size = lattice.groups, lattice.size
     count = count_kept(size, p) if exact else None

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backdrop._checks import Dims, Patch, Scale, check_scale, check_weight_shape
-from backdrop._draw import make_lattice
+from backdrop._core.checks import Dims, Patch, Scale, check_scale, check_weight_shape
+from backdrop._core.draw import make_lattice
 from backdrop.integrations.jax.draw import Probability, as_probability, draw_weight, is_zero
 
 

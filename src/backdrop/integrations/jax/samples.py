@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backdrop import _draw
-from backdrop._checks import Scale, check_scale
+from backdrop._core import draw as masks
+from backdrop._core.checks import Scale, check_scale
 from backdrop.integrations.jax.draw import Probability, as_probability, count_kept, draw_mask, is_zero
 from backdrop.integrations.jax.functional import masked, weight_dtype
 
@@ -59,7 +59,7 @@ def skip(function: Callable[..., Any], p: Probability, *, scale: Scale = "count"
             return function(params, *inputs)
         count = count_kept(rows, p)
         mask = draw_mask(key, (rows,), p, exact=True)
-        numerator, per_count = _draw._scale(scale, rows, p)  # type: ignore[arg-type]
+        numerator, per_count = masks.weight_terms(scale, rows, p)  # type: ignore[arg-type]
         weight = numerator / count if per_count else numerator
         kept, rest = (jnp.flatnonzero(m, size=size) for m, size in ((mask, count), (~mask, rows - count)))
         outputs = _check_rows(function(params, *_take(inputs, kept)), count)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from backdrop._checks import check_size
-from backdrop._fields import Field, fast_length, generator_for, normalise_, one_thread
+from backdrop._core.checks import check_size
+from backdrop._core.seeds import generator_for
+from backdrop.textures.fields import Field, fast_length, normalise_, one_thread
 
 if TYPE_CHECKING:
-    from backdrop.textures import Texture
+    from backdrop.textures.texture import Texture
 
 SHORTEST = 0.1  # in pixels: on a grid of pixels a Gaussian of this length is white noise
 

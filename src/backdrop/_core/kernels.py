@@ -231,7 +231,7 @@ def _layout(grad: Tensor, weight: Tensor) -> tuple[int, int, int] | None:
 def _triton() -> Any:
     """The kernels, tried out once; None where Triton is not there or cannot build them."""
     try:
-        from backdrop import _triton as kernels
+        from backdrop._core import triton as kernels
     except ImportError:
         return None
     x = torch.ones(1, 1, device="cuda")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backdrop._checks import Probability, Scale, check_devices
-from backdrop._draw import Lattice, is_zero
+from backdrop._core.checks import Probability, Scale, check_devices
+from backdrop._core.draw import Lattice, is_zero
 
 
 def weigh(

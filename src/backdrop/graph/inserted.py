@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backdrop import _marks, _tree, functional
-from backdrop._draw import is_zero
+from backdrop import functional
+from backdrop._core import marks, tree
+from backdrop._core.draw import is_zero
 from backdrop.layers import Backdrop, drops_samples
 
 NAME = "backdrop"  # of the child
@@ -34,19 +35,19 @@ def apply_mask(mask: Backdrop, output: Any) -> Any:
             f"{type(mask).__name__} was put behind a module and needs a tensor, but got {type(output).__name__}; "
             "put it behind a module that returns one, or use Backdrop, which drops samples"
         )
-    leaves = [leaf for _, leaf in _tree.leaves(output)]
-    if _marks.CAPTURING and torch.compiler.is_compiling():
+    leaves = [leaf for _, leaf in tree.leaves(output)]
+    if marks.CAPTURING and torch.compiler.is_compiling():
         number, masked = 0, []
         for leaf in leaves:
             if is_differentiable(leaf):
-                masked.append(_marks.mark(leaf, mask._number, number))
+                masked.append(marks.mark(leaf, mask._number, number))
                 number += 1
             else:
                 masked.append(leaf)
     else:
         found = iter(mask_tensors(mask, [leaf for leaf in leaves if is_differentiable(leaf)]))
         masked = [next(found) if is_differentiable(leaf) else leaf for leaf in leaves]
-    return _tree.with_leaves(output, masked)
+    return tree.with_leaves(output, masked)
 
 
 def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
@@ -99,11 +100,11 @@ def mask_and_copy_output(module: nn.Module, args: Any, output: Any) -> Any:
     Where the graph is captured that is seen to there.
     """
     mask, masked = inserted_mask(module), mask_output(module, args, output)
-    if mask is None or not mask.training or (_marks.CAPTURING and torch.compiler.is_compiling()):
+    if mask is None or not mask.training or (marks.CAPTURING and torch.compiler.is_compiling()):
         return masked
     if isinstance(masked, Tensor):
         return masked if masked is output else masked.clone()
-    return _tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, masked)
+    return tree.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, masked)
 
 
 HOOKS = (mask_output, mask_and_copy_output)

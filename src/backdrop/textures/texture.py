@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from backdrop._checks import check_crop, check_int, check_positive, check_scale_weights, check_size
-from backdrop._covariance import Kernel, Matern, SquaredExponential, patchwork_length
-from backdrop._sampler import Sampler
+from backdrop._core.checks import check_crop, check_int, check_positive, check_scale_weights, check_size
+from backdrop.textures.covariance import Kernel, SquaredExponential, patchwork_length
+from backdrop.textures.sampler import Sampler
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["Kernel", "Matern", "SquaredExponential", "Texture", "TextureDataset", "patchwork_length", "plot"]
 
 Combine: TypeAlias = Literal["sum", "convolve", "product"]
 Progress: TypeAlias = Callable[[Iterable[int]], Iterable[int]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backdrop._checks import check_positive
+from backdrop._core.checks import check_positive
 
 
 class Kernel(ABC):

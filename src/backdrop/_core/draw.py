@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from backdrop import _kernels
-from backdrop._checks import Dims, Patch, Probability, Scale, check_devices, check_dims, check_patch, is_readable
+from backdrop._core import kernels
+from backdrop._core.checks import Dims, Patch, Probability, Scale, check_devices, check_dims, check_patch, is_readable
 
 
 class Lattice(NamedTuple):
@@ -58,7 +58,7 @@ def draw_units(
     u = _uniform(groups, size, generator, device)
     if isinstance(p, Tensor) and p.dtype in (torch.float16, torch.bfloat16):
         p = p.float()  # counts in float16 end at 65,504
-    numerator, per_count = _scale(scale, size, p)
+    numerator, per_count = weight_terms(scale, size, p)
     if exact and not isinstance(p, Tensor) and torch.compiler.is_compiling():
         # A count that p decides would be a constant of the code, which would be compiled anew at every step of p.
         p = p * torch.ones((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -69,7 +69,7 @@ def draw_units(
         largest = u.topk(count, sorted=False).indices
         return _put(torch.zeros_like(u, dtype=dtype), largest, numerator / count if per_count else numerator)
     else:
-        weights = _kernels.weigh(u, p, numerator, per_count) if dtype == u.dtype else None
+        weights = kernels.weigh(u, p, numerator, per_count) if dtype == u.dtype else None
         if weights is not None:
             return weights
         units = _keep(u, p)
@@ -98,7 +98,7 @@ def _keep_exactly(u: Tensor, p: Tensor) -> Tensor:
     return torch.zeros_like(u).scatter(1, u.argsort(1, descending=True), kept.to(u.dtype).expand_as(u))
 
 
-def _scale(scale: Scale, size: int, p: Probability) -> tuple[Any, bool]:
+def weight_terms(scale: Scale, size: int, p: Probability) -> tuple[Any, bool]:
     """The weight of a kept unit, and whether it is still to be divided by the number of kept units."""
     if scale == "count":
         return float(size), True

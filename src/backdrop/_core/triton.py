@@ -1,4 +1,4 @@
-"""Triton kernels for `backdrop._kernels`, which says when they are used. Imported only where Triton is."""
+"""Triton kernels for `backdrop._core.kernels`, which says when they are used. Imported only where Triton is."""
 
 # mypy: ignore-errors
 import triton
@@ -17,7 +17,7 @@ def multiply(product, grad, weight, count, outer, shared, inner, BLOCK: tl.const
 
 @triton.jit
 def weigh(u, size, p, numerator, PER_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn each row of uniform numbers into weights, in place: see `backdrop._draw.draw_units`."""
+    """Turn each row of uniform numbers into weights, in place: see `backdrop._core.draw.draw_units`."""
     row = u + tl.program_id(0).to(tl.int64) * size
     count = 0
     largest = -1.0
