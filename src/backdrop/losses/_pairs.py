@@ -85,11 +85,13 @@ def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
     """The mean over problems."""
 
     def compute(inputs: Tensor) -> Means:
-        few, many = sorted(batch.counts[0])
-        if batch.sides is not None and (few <= FEW or few * many <= PAIRS):
-            x = inputs[:, batch.present[0]]
-            if (prepared := kernel.prepare(x)) is not None:
-                return _all_pairs(x, *prepared, batch, batch.sides, kernel)
+        if batch.sides is not None:
+            given = inputs[:, batch.present[0]]
+            pairs = _Pairs(given, batch.sides, batch.weight, kernel)
+            few, many = sorted((len(pairs.i), len(pairs.j)))
+            if few <= FEW or few * many <= PAIRS:
+                if (prepared := kernel.prepare(given)) is not None:
+                    return _all_pairs(pairs, *prepared, batch, kernel)
         x, u, v = batch.columns()
         x = x.detach()
         value, gradient = kernel.ordered(x, u, v if kernel.choose is None else kernel.choose(x, v))
@@ -109,14 +111,22 @@ def mean_over_problems(x: Tensor, value: Tensor, gradient: Tensor, batch: Batch)
     return value, gradient
 
 
-def _all_pairs(
-    given: Tensor, x: Tensor, divisor: float, batch: Batch, sides: tuple[Tensor, Tensor], kernel: Kernel
-) -> Means:
-    i, j = sides
-    u, v = (None, None) if batch.weight is None else (batch.weight[i].to(x.dtype), batch.weight[j].to(x.dtype))
-    if kernel.choose is not None:
-        v = torch.ones_like(j, dtype=torch.float64) if v is None else v.double()
-        v = kernel.choose(given[j][None], v[None])[0].to(x.dtype)
+class _Pairs:
+    """Positives i and negatives j of one problem, with their weights (None: all 1), those that count alone."""
+
+    def __init__(self, x: Tensor, sides: tuple[Tensor, Tensor], weight: Tensor | None, kernel: Kernel) -> None:
+        self.given, (self.i, self.j) = x, sides
+        self.u, self.v = (None, None) if weight is None else (weight[self.i], weight[self.j])
+        if kernel.choose is not None:
+            v = torch.ones_like(self.j, dtype=torch.float64) if self.v is None else self.v.double()
+            v = kernel.choose(x[self.j][None], v[None])[0]
+            counted = v != 0
+            self.j, self.v = self.j[counted], v[counted]
+
+
+def _all_pairs(pairs: _Pairs, x: Tensor, divisor: float, batch: Batch, kernel: Kernel) -> Means:
+    given, i, j = pairs.given, pairs.i, pairs.j
+    u, v = (None if each is None else each.to(x.dtype) for each in (pairs.u, pairs.v))
     a, b = x[i], x[j]
     alone = len(i) * len(j) <= PAIRS
     gradient = torch.zeros(batch.inputs.shape, dtype=x.dtype if alone else torch.float64, device=x.device)

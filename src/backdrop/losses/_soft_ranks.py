@@ -22,6 +22,7 @@ All is computed in float64, with as many terms as the dtype of the scores needs.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -109,6 +110,12 @@ def scaled(x: Tensor, temperature: float) -> tuple[Tensor, float]:
     return comparable(x), temperature / 4
 
 
+def signed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With its signature at hand, which torch asks a Function's `forward` for at every call."""
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return function
+
+
 class SoftSums(torch.autograd.Function):
     """F of scores (problems, n) for weights (problems, kinds, n), in float64: (problems, kinds, n).
 
@@ -117,15 +124,17 @@ class SoftSums(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(x: Tensor, weight: Tensor, temperature: float, exact: bool) -> tuple[Tensor, Tensor]:
-        broken = x.isnan().any(-1)[:, None, None]
         if pairwise(x):
             with full_precision(x):
                 wide, divisor = (comparable(x), temperature / 4) if exact else scaled(x, temperature)
                 value, kept = _matrix(wide, divisor, weight)
+                if wide.dtype == torch.float32:  # then no score is NaN
+                    return value, kept
         else:
             value, kept = sums(comparable(x), weight, temperature, terms_for(x), weight.shape[1])
-        return value.masked_fill_(broken, math.nan), kept.masked_fill_(broken, math.nan)
+        return value.masked_fill_(x.isnan().any(-1)[:, None, None], math.nan), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -153,6 +162,7 @@ class _Gradient(torch.autograd.Function):
     """The gradient of `SoftSums`, which has none itself."""
 
     @staticmethod
+    @signed
     def forward(
         gradient: Tensor,
         x: Tensor,
@@ -212,9 +222,9 @@ def _matrix(x: Tensor, temperature: float, weight: Tensor) -> tuple[Tensor, Tens
     apart = x[:, None, :] - x[:, :, None]
     if temperature != 1:
         apart.div_(temperature)
-    slope = apart.neg().sigmoid_()
-    slope.mul_(apart.sigmoid_())
-    return (weight.to(x.dtype) @ apart.mT).double(), slope
+    y = apart.sigmoid_()
+    value = (weight.to(x.dtype) @ y.mT).double()
+    return value, y * y.mT  # that of the other way round is sigmoid(-x), without cancellation
 
 
 def sums(x: Tensor, weight: Tensor, temperature: float, terms: int, values: int) -> tuple[Tensor, Tensor]:

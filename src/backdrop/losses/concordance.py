@@ -143,9 +143,8 @@ def _blocks(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, 
 
 
 def _all_pairs(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, gradient: Tensor) -> Tensor:
-    y = (x[:, None] - x[:, :, None]).div_(temperature / 4)  # (blocks, i, j)
-    slope = y.neg().sigmoid_()
-    y.sigmoid_()
+    y = (x[:, None] - x[:, :, None]).div_(temperature / 4).sigmoid_()  # (blocks, i, j)
+    slope = y.mT.contiguous()  # sigmoid(-x), without cancellation
     pairs = (order[:, None] > order[:, :, None]) * u[:, :, None]
     pairs *= w[:, None]
     slope.mul_(y).mul_(pairs)
