@@ -312,27 +312,22 @@ def show(figures):
 
 
 def pages(figures):
-    """Write the table into the page on losses, and some of it into the README."""
-    root = Path(__file__).parent.parent
+    """Write the table into the page on losses."""
+    page = Path(__file__).parent.parent / "docs" / "losses.md"
     heads = ("loss", "scores", "way", "ms", "MB", "from the matrix")
-    for page, mark, columns, sizes in (
-        (root / "docs" / "losses.md", "losses-cpu", 6, SIZES),
-        (root / "README.md", "losses", 5, [10_000, 1_000_000]),
-    ):
-        rows = [cells(row)[:columns] for row in figures["rows"] if row["n"] in sizes]
-        lines = [heads[:columns], ["---" if head in ("loss", "way") else "---:" for head in heads[:columns]], *rows]
-        steep = {name: slope(figures["rows"], name) for name in dict.fromkeys(row["loss"] for row in figures["rows"])}
-        told = ", ".join(f"{name} {value:.2f}" for name, value in steep.items() if value is not None)
-        block = [
-            f"<!-- {mark} -->\n",
-            f"{figures['device']}, torch {figures['torch']}:\n",
-            *(f"| {' | '.join(line)} |" for line in lines),
-            f"\nTime grows as a power of n, from ten thousand scores on: {told}.\n",
-            f"<!-- end of {mark} -->",
-        ]
-        text = page.read_text()
-        before, _, rest = text.partition(f"<!-- {mark} -->")
-        page.write_text(before + "\n".join(block) + rest.partition(f"<!-- end of {mark} -->")[2])
+    rows = [cells(row) for row in figures["rows"] if row["n"] in SIZES]
+    lines = [heads, ["---" if head in ("loss", "way") else "---:" for head in heads], *rows]
+    steep = {name: slope(figures["rows"], name) for name in dict.fromkeys(row["loss"] for row in figures["rows"])}
+    told = ", ".join(f"{name} {value:.2f}" for name, value in steep.items() if value is not None)
+    block = [
+        "<!-- losses-cpu -->\n",
+        f"{figures['device']}, torch {figures['torch']}:\n",
+        *(f"| {' | '.join(line)} |" for line in lines),
+        f"\nTime grows as a power of n, from ten thousand scores on: {told}.\n",
+        "<!-- end of losses-cpu -->",
+    ]
+    before, _, rest = page.read_text().partition("<!-- losses-cpu -->")
+    page.write_text(before + "\n".join(block) + rest.partition("<!-- end of losses-cpu -->")[2])
 
 
 def draw(figures, path):
@@ -377,7 +372,7 @@ def draw(figures, path):
 def main():
     parser = options(__doc__)
     parser.add_argument("--plot", type=Path, help="also draw time over n into this file")
-    parser.add_argument("--pages", action="store_true", help="write the table into README and docs/losses.md")
+    parser.add_argument("--pages", action="store_true", help="write the table into docs/losses.md")
     parser.add_argument("--only", help="of the losses this one")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; with one the figures are CPU time")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
