@@ -89,9 +89,8 @@ def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
             given = inputs[:, batch.present[0]]
             pairs = _Pairs(given, batch.sides, batch.weight, kernel)
             few, many = sorted((len(pairs.i), len(pairs.j)))
-            if few <= FEW or few * many <= PAIRS:
-                if (prepared := kernel.prepare(given)) is not None:
-                    return _all_pairs(pairs, *prepared, batch, kernel)
+            if (few <= FEW or few * many <= PAIRS) and (prepared := kernel.prepare(given)) is not None:
+                return _all_pairs(pairs, *prepared, batch, kernel)
         x, u, v = batch.columns()
         x = x.detach()
         value, gradient = kernel.ordered(x, u, v if kernel.choose is None else kernel.choose(x, v))
