@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
 
@@ -116,6 +117,7 @@ def test_code_that_torch_leaves_out_is_said():
     fast = skip_blocked(model, when="always", statistics="sampled")
     assert_same(model, fast, rows(3, 2, 9, 9))
     assert "torch did not follow what lies before the mask" in fast.skip_report[0].last
+    assert "item()" in fast.skip_report[0].last
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3), Backdrop(0.5)).double()
     model[0].register_full_backward_hook(lambda *_: None)
     fast = skip_blocked(model, when="always")
@@ -151,13 +153,74 @@ def test_a_bias_changed_before_the_backward_pass():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def replaced(layer):
+    return nn.Sequential(layer(nn.Linear(6, 8)), nn.Tanh(), layer(nn.Linear(8, 3)), Backdrop(0.5)).double()
+
+
+def pruned(layer):
+    return prune.random_unstructured(prune.l1_unstructured(layer, "weight", 0.3), "weight", 0.3)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("layer", [nn.utils.weight_norm, nn.utils.spectral_norm, pruned])
+def test_weights_that_hooks_compute_are_copied(layer, called):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(replaced(layer))
+        if called:
+            models[-1](rows(20, 6))
+    fast = skip_blocked(models[0], when="always")
+    assert_same(models[1], fast, rows(20, 6))
+    assert fast.skip_report[0].share == 1.0
+    assert all(p.grad is not None for p in fast.parameters())
+
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.mask, self.kept = nn.Linear(6, 8), Backdrop(0.5), None
+
+    def forward(self, x):
+        self.kept = self.a(x).tanh()
+        return self.mask(self.kept)
+
+
 def test_what_cannot_be_copied_is_named():
-    old = nn.Sequential(nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8))), Backdrop(0.5))
-    with pytest.raises(ValueError, match=r"cannot be copied because of 0\.0 \(Linear\).*parametrizations"):
-        skip_blocked(old)
     scripted = nn.Sequential(torch.jit.script(nn.Linear(6, 8)), Backdrop(0.5))
     with pytest.raises(ValueError, match=r"because of 0 .*parameters that get no gradient.*Skip\(module, mask\)"):
         skip_blocked(scripted)
-    skip = Skip(old[0], Backdrop(0.5), when="always")  # which copies nothing
-    skip(torch.randn(20, 6)).sum().backward()
-    assert all(p.grad is not None for p in skip.parameters())
+    keeping = nn.Sequential(Keeping())
+    keeping(torch.randn(20, 6))
+    with pytest.raises(ValueError, match=r"because of 0 \(Keeping\).*set 0\.kept to None"):
+        skip_blocked(keeping)
+    keeping[0].kept = None
+    skip_blocked(keeping)
+
+
+class Aside(nn.Module):
+    """A mask in a mode of its own."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode, self.a, self.mask, self.b = mode, nn.Linear(6, 6), Backdrop(0.5), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.a(x)
+        with self.mode():
+            masked = self.mask(h)
+        return self.b(h + masked.to(h.dtype))
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (torch.no_grad, "the mask runs without gradients"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), "the mask runs under an autocast of its own"),
+    ],
+)
+def test_a_mask_in_a_mode_of_its_own(mode, said):
+    model = Aside(mode).double()
+    fast = skip_blocked(model, when="always")
+    assert_same(model, fast, rows(20, 6))
+    assert fast.skip_report[0].last == f"plain: {said}"

@@ -604,3 +604,42 @@ def test_finish_cannot_be_differentiated_twice():
     (grad,) = torch.autograd.grad(finish(x, None, None, Epilogue(relu_first=True)).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+class Shared(nn.Module):
+    """One normalisation that is called twice, or two with the same weights; and elsewhere once more."""
+
+    def __init__(self, mask, norms, elsewhere=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.mask, self.elsewhere = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3), mask, elsewhere
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3)] * 2 if norms == 1 else [nn.BatchNorm2d(3) for _ in range(2)])
+        for name in ("weight", "bias"):
+            setattr(self.norms[1], name, getattr(self.norms[0], name))
+
+    def forward(self, x):
+        y = self.norms[1](self.b(self.norms[0](self.a(x)).relu()))
+        other = self.norms[0](2 * x[:, :1].expand(-1, 3, -1, -1)).mean() if self.elsewhere else 0
+        return self.mask(y) + other
+
+
+@pytest.mark.parametrize("policy", ["sampled", "frozen"])
+@pytest.mark.parametrize("mask", [Backdrop(0.7), Backdrop2d(0.8)], ids=["samples", "positions"])
+def test_a_norm_that_is_called_twice(policy, mask):
+    x = torch.randn(6, 2, 9, 9, dtype=torch.float64)
+    found = []
+    for norms in (1, 2):
+        fast = skip_blocked(Shared(mask, norms).double(), when="always", statistics=policy)
+        found.append(step(fast, x))
+        assert fast.skip_report[0].share == 1.0
+    assert_same_gradients(*found, tolerance=0)
+    plain = step(Shared(mask, 1).double(), x)
+    for name, buffer in plain.buffers.items():
+        assert_close(buffer.double(), found[0].buffers[name].double(), 1e-12, name)
+
+
+@pytest.mark.parametrize("mask", [Backdrop(0.7), Backdrop2d(0.8)], ids=["samples", "positions"])
+def test_a_norm_that_is_called_elsewhere_too_keeps_the_order_of_its_statistics(mask):
+    x = torch.randn(6, 2, 9, 9, dtype=torch.float64)
+    fast = check(Shared(mask, 1, elsewhere=True).double(), x, statistics="sampled")
+    assert "also those of a call that is not skipped" in fast.skip_report[0].last

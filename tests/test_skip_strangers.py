@@ -180,6 +180,28 @@ def test_data_replaced_before_the_backward_pass_gives_the_gradient_of_the_output
         torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("way", ["positions", "at_once"])
+def test_numbers_changed_through_data_before_the_backward_pass(way):
+    """Weights in place are an error, because all would be computed from others; biases are not needed again."""
+
+    def changed(name, change):
+        return lambda model: change((model.body if way == "positions" else model.module).get_parameter(name).data)
+
+    for name, change in (("0.bias", lambda x: x.add_(5)), ("2.bias", lambda x: x.zero_())):
+        plain, fast = pair(maps(), positions() if way == "positions" else samples())
+        if way == "at_once":
+            fast = Skip(copy.deepcopy(plain.body), samples(), when="always", at_once=1)
+        found = step(plain, picture()), step(fast, picture(), between=changed(name, change))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+    for change in (torch.Tensor.neg_, lambda x: x.copy_(x.flip(0)), lambda x: x[0, 0].add_(1e-14)):
+        _, fast = pair(maps(), positions())
+        if way == "at_once":
+            fast = Skip(maps().double(), samples(), when="always", at_once=1)
+        with pytest.raises(RuntimeError, match="were changed between the forward and the backward pass"):
+            step(fast, picture(), between=changed("2.weight", change))
+
+
 def test_code_of_classes_may_be_replaced():
     class Part(nn.Module):
         def __init__(self):
@@ -329,3 +351,73 @@ def test_models_are_freed():
         del fast, _
     gc.collect()
     assert [each() for each in found] == [None, None]
+
+
+def test_embeddings_with_gradients_by_frequency_end_the_segment():
+    """What a row gets depends on how often all samples look it up."""
+    for mask in (samples(), Backdrop(0.6, dims=(0, 1), generator=seeded())):
+        body = nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Linear(4, 3))
+        torch.manual_seed(0)
+        plain, fast = pair(body, mask)
+        x = torch.randint(0, 5, (12, 7))
+        for model in (plain, fast):
+            model.mask.generator.manual_seed(0)
+            model(x).square().sum().backward()
+        for a, b in zip(plain.parameters(), fast.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-10, atol=1e-10)
+        assert fast.skip_report[0].kept[-1][0] == "body.0"
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Parameter(torch.randn(4, 5, dtype=torch.complex128))
+        self.b = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (((x + 1j) @ self.a).tanh() @ self.b).abs()
+
+
+@pytest.mark.parametrize("at_once", [None, 1, 5])
+def test_complex_weights(at_once):
+    class Plain(Masked):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.body, self.mask = Complex(), samples()
+
+    plain = Plain()
+    fast = skip_blocked(plain, when="always", at_once=at_once)
+    same(plain, fast, table())
+    assert fast.skip_report[0].share == 1.0
+
+
+def test_dropout_that_nobody_uses_draws_all_the_same():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            F.dropout(h, 0.5, self.training)
+            return self.b(F.dropout(h, 0.5, self.training))
+
+    plain, fast = pair(Unused(), positions())
+    for i in range(2):
+        found = []
+        for model in (plain, fast):
+            torch.manual_seed(i)
+            found.append(step(model, picture(), i))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+    assert skips(fast)
+
+
+def test_a_segment_of_views_has_no_multiplications_to_count():
+    plain, fast = pair(nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (12, 12))), samples())
+    same(plain, fast, picture())
+    assert fast.skip_report[0].share == 1.0
+    plain, fast = pair(nn.Sequential(nn.PixelShuffle(1), nn.Identity()), positions())
+    same(plain, fast, picture())

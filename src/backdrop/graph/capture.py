@@ -82,7 +82,7 @@ class Capture:
         if not module.meta["break"] and not all(
             name in ("function", "args", "kwargs") or name.startswith("___") for name in names
         ):
-            module.meta["break"] = LEFT_OUT
+            module.meta["break"] = self._newest_break()
         reason = next(filter(None, map(_cannot_run, module.graph.nodes)), "")
         if reason:
             from torch._dynamo.exc import SkipFrame

@@ -43,7 +43,6 @@ OUT_OF_PLACE: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 WITHOUT_GRADIENT = "it runs without gradients"
-OWN_AUTOCAST = "it runs under an autocast of its own"
 SHARED = "it writes over a value that is used elsewhere too"
 
 
@@ -65,6 +64,7 @@ class Traced:
     storages: dict[fx.Node, set[int]] = field(default_factory=dict)  # whose memory a result lies in
     draws: set[fx.Node] = field(default_factory=set)  # calls that draw random numbers
     in_place: dict[fx.Node, Called] = field(default_factory=dict)  # what pure calls were before
+    sharing: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)  # calls that change the same running statistics
 
     @property
     def graph(self) -> fx.Graph:
@@ -376,6 +376,7 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
     last_write = _last_writes(place, passed)
     names = _Names(pure, place)
     copies: dict[fx.Node, fx.Node] = {}
+    shared: dict[fx.Node, set[fx.Node]] = {}
 
     for node in order:
 
@@ -409,11 +410,17 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.pinned[copy] = "it changes the mode of what follows"
         elif "no_grad" in passed.contexts[node]:
             traced.pinned[copy] = WITHOUT_GRADIENT
-        statistics = _only_statistics(node, passed.writes.get(node, []), passed)
+        written = passed.writes.get(node, [])
+        statistics = _only_statistics(node, written, passed)
+        if statistics:
+            sharing = {other for each in written for s in passed.storages[each] for other in passed.readers[s]}
+            if len(sharing) > 1:
+                shared[node] = sharing
         read = {s for source in node.all_input_nodes for s in passed.storages.get(source, ())}
         touched = {s for s in read if last_write.get(s, -1) > place[node]}
         if (touched | passed.storages[node]) & dirty or (node in passed.writes and node not in pure and not statistics):
             traced.pinned.setdefault(copy, SHARED)
+    traced.sharing = {copies[node]: {copies[other] for other in others} for node, others in shared.items()}
     kept = {copies[node] for node in passed.writes if node in copies}
     for copy in reversed(list(graph.nodes)):  # what nobody uses would keep its inputs out of segments
         needed = copy.users or copy in kept or copy in traced.pinned or copy in traced.draws or is_mark(copy)
@@ -502,11 +509,16 @@ def _first(node: fx.Node) -> Any:
 
 
 def _only_statistics(node: fx.Node, written: list[fx.Node], passed: _Pass) -> bool:
-    """Whether all it writes are running statistics that nobody else looks at."""
+    """Whether all it writes are running statistics that nobody looks at but calls of the same layer, which change them
+    too."""
     called = getattr(node.target, "__name__", "")
     if called not in ("batch_norm", "instance_norm") or not written or _first(node) in written:
         return False
-    return all(passed.readers[s] == [node] for each in written for s in passed.storages[each])
+    readers = {reader for each in written for s in passed.storages[each] for reader in passed.readers[s]}
+    return readers == {node} or all(
+        reader.target is node.target and called == "batch_norm" and passed.writes.get(reader) == written
+        for reader in readers
+    )
 
 
 def _out_of_place(node: fx.Node) -> Called | None:

@@ -23,7 +23,7 @@ import copy
 import numbers
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from backdrop.graph.inserted import apply_mask
 from backdrop.graph.table import Statistics
@@ -136,7 +136,7 @@ def skip_blocked(
 def _copied(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters can be trained, or an error that names the module that cannot be copied."""
     try:
-        made = copy.deepcopy(model)
+        made = copy.deepcopy(model, _made_anew(model))
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(_cannot_copy(model, said)) from error
@@ -146,13 +146,36 @@ def _copied(model: nn.Module) -> nn.Module:
     return made
 
 
+def _made_anew(model: nn.Module) -> dict[int, Any]:
+    """What copies of weights are that a hook computes before every call, as torch's first weight_norm, spectral_norm
+    and pruning do: no tensors that could be copied, but none that a copy has to start with either."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+            value = module.__dict__.get(name) if isinstance(name, str) else None
+            if type(hook).__module__.startswith("torch.nn.utils.") and isinstance(value, Tensor) and not value.is_leaf:
+                found[id(value)] = value.detach().clone()
+    return found
+
+
 def _cannot_copy(model: nn.Module, said: str) -> str:
-    where = next((f"{path} ({type(module).__name__})" for path, module in _leaves_first(model) if _fails(module)), "")
-    of = f" because of {where}" if where else ""
-    return (
-        f"model cannot be copied{of}: {said}. Use Skip(module, mask), which copies nothing, or layers that can be "
-        f"copied (torch.nn.utils.parametrizations instead of torch.nn.utils.weight_norm; modules that are not scripted)"
+    where = next(
+        (f"{path or 'itself'} ({type(module).__name__})" for path, module in _leaves_first(model) if _fails(module)), ""
     )
+    of = f" because of {where}" if where else ""
+    results = [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    do = (
+        f"set {', '.join(results)} to None, results of an earlier call"
+        if results
+        else "use modules that are not scripted"
+    )
+    return f"model cannot be copied{of}: {said}. Use Skip(module, mask), which copies nothing, or {do}"
 
 
 def _leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -161,7 +184,7 @@ def _leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _fails(module: nn.Module) -> bool:
     try:
-        made = copy.deepcopy(module)
+        made = copy.deepcopy(module, _made_anew(module))
     except Exception:
         return True
     return any(a.is_leaf and not b.is_leaf for a, b in zip(module.parameters(), made.parameters(), strict=True))

@@ -419,6 +419,9 @@ class Part(nn.Module):
         if any(node not in traced.differentiable for node in self.segment.exits):
             self.never = "no gradient is wanted"
             return
+        if any("no_grad" in traced.contexts[mark] for mark in self.marks):
+            self.never = "the mask runs without gradients"
+            return
         shapes = {node: traced.shape(node) for node in self.segment.exits}
         if not all(shapes.values()):
             self.never = "there is no axis to mask along"

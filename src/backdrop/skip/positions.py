@@ -40,10 +40,10 @@ from backdrop.skip import statistics
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish
 from backdrop.skip.programs import Program, drops
 from backdrop.skip.report import Entry
+from backdrop.skip.saved import load, save
 from backdrop.skip.segments import Demand, Segment, statistics_of_all
 from backdrop.skip.windows import Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
 
-SMALL = 2**14  # numbers of a constant that is copied rather than watched
 CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
 
 
@@ -535,24 +535,13 @@ def _from_inside(x: Tensor, inside: Inside, demand: Demand, how: str) -> Tensor:
     return x
 
 
-def _is_apart(x: Tensor) -> bool:
-    return x.is_inference() or (x.numel() <= SMALL and (x.ndim <= 1 or not x.requires_grad))
-
-
 class Skipped(torch.autograd.Function):
     """A segment and its mask, differentiated through windows."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Tensor:
         ctx.run = run
-        saved = [keep for keep, other in zip(run.plan.saved, run.others, strict=True) if other is None]
-        # What was made in inference mode cannot be saved by torch. Small constants, buffers above all, and biases may
-        # change before the backward pass, which is an error only for what torch itself would have saved.
-        ctx.apart = {
-            i: x if x.is_inference() else x.clone() for i, x in enumerate(tensors) if saved[i] and _is_apart(x)
-        }
-        keeps = [keep and i not in ctx.apart for i, keep in enumerate(saved)]
-        ctx.save_for_backward(*(t.detach() if keep else None for t, keep in zip(tensors, keeps, strict=True)))
+        save(ctx, tensors, [keep for keep, other in zip(run.plan.saved, run.others, strict=True) if other is None])
         run.autocast = [
             {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
             for kind in {"cpu", tensors[0].device.type}
@@ -562,5 +551,4 @@ class Skipped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = [ctx.apart.get(i, x) for i, x in enumerate(ctx.saved_tensors)]
-        return None, *ctx.run.backward(grad, tensors, ctx.needs_input_grad[1:])
+        return None, *ctx.run.backward(grad, load(ctx), ctx.needs_input_grad[1:])

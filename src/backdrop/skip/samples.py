@@ -33,6 +33,7 @@ from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.skip.programs import InStep, Program
 from backdrop.skip.report import Entry
+from backdrop.skip.saved import load, save
 from backdrop.skip.segments import Segment
 
 AT_ONCE = 384  # at least so many samples run together without gradients, where nobody says otherwise
@@ -511,7 +512,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
-        ctx.save_for_backward(*(tensor.detach() for tensor in tensors))  # whose `.data` may be replaced
+        save(ctx, tensors, [True] * len(tensors))
         run.autocast = [
             {"device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
             for kind in {"cpu", tensors[0].device.type}
@@ -521,4 +522,4 @@ class _Again(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.run.backward(grads, ctx.saved_tensors, ctx.needs_input_grad[1:])
+        return None, *ctx.run.backward(grads, load(ctx), ctx.needs_input_grad[1:])

@@ -24,10 +24,12 @@ from backdrop.graph import table
 from backdrop.graph.cost import Cost, total
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Axes, Call, MisalignedError, Slide, Statistics, Step, Tap, UnsupportedError, Where
-from backdrop.graph.trace import OWN_AUTOCAST, Traced, name_of
+from backdrop.graph.trace import Traced, name_of
 from backdrop.graph.verify import verified
 
+TORN = "its running statistics are also those of a call that is not skipped"
 POOLS = ("mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+MODES = {"autocast": "an autocast", "inference_mode": "an inference_mode", "no_grad": "a no_grad"}
 NOTHING = Cost(0, 0, 0)
 LARGEST_UNIT = 64  # times the mask's own patch, where upsampling asks for larger units
 
@@ -108,8 +110,10 @@ def find_segment(
         # Several tensors in one value cannot be an entry: what takes them apart is left out too.
         several = {node for node in segment.entries if node in segment.demands and not traced.is_tensor(node)}
         taking = [node for node in segment.steps if several & set(node.all_input_nodes)]
-        if not taking:
+        torn = [node for node in segment.steps if not traced.sharing.get(node, set()) <= segment.steps.keys()]
+        if not taking and not torn:
             return segment
+        refused.update({node: (name_of(node), TORN) for node in torn})
         reasons = dict(segment.kept)
         for node in taking:
             name = next(name_of(source) for source in node.all_input_nodes if source in several)
@@ -232,7 +236,7 @@ class _Walk:
         if node in traced.pinned:
             return traced.pinned[node]
         if traced.contexts[node] not in self.context or len(self.context) > 1:
-            return OWN_AUTOCAST
+            return self._other_mode(node)
         others = [user for user in node.users if user not in self.segment.steps and user not in self.masks]
         if others:
             used = "the model returns it" if others[0].op == "output" else f"{name_of(others[0])} uses it"
@@ -241,6 +245,16 @@ class _Walk:
             called = getattr(node.target, "__name__", str(node.target)).strip("_")
             return f"{called} would draw new numbers when windows are computed again; move it behind the mask"
         return ""
+
+    def _other_mode(self, node: fx.Node) -> str:
+        """What a call and the mask do not have in common."""
+        own = self.traced.contexts[node]
+        of_mask = next(iter(self.context - {own}))
+        mode = next((mode for mode in own if mode not in of_mask), None)
+        who = "it" if mode is not None else "the mask"
+        mode = mode if mode is not None else next(mode for mode in of_mask if mode not in own)
+        called = str(getattr(getattr(mode, "target", mode), "__name__", mode)).removeprefix("_enter_").strip("_")
+        return f"{who} runs under {MODES.get(called, called)} of its own"
 
     def _call(self, node: fx.Node, axes: tuple[int, ...], inner: int) -> Call:
         traced = self.traced
