@@ -115,7 +115,8 @@ class _Pairs:
 
     def __init__(self, x: Tensor, sides: tuple[Tensor, Tensor], weight: Tensor | None, kernel: Kernel) -> None:
         self.given, (self.i, self.j) = x, sides
-        self.u, self.v = (None, None) if weight is None else (weight[self.i], weight[self.j])
+        self.u = None if weight is None else weight[self.i]
+        self.v = None if weight is None else weight[self.j]
         if kernel.choose is not None:
             v = torch.ones_like(self.j, dtype=torch.float64) if self.v is None else self.v.double()
             v = kernel.choose(x[self.j][None], v[None])[0]
