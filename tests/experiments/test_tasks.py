@@ -21,7 +21,7 @@ from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS, Latent, Ponce
 from backdrop.losses import class_distance_loss
 
 CPU = torch.device("cpu")
-EXAMPLE = Path(__file__).parent.parent / "examples" / "05_your_own_task.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "05_your_own_task.py"
 
 
 def points(task, preset):

@@ -20,7 +20,7 @@ from spawned import CONTEXT, DEADLINE
 
 optuna = pytest.importorskip("optuna", reason="Optuna is not installed")
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "04_tune_masks.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "04_tune_masks.py"
 SHAPE = (4, 1, 16, 16)
 BEST = {"fine": 1 / 32, "coarse": 1 / 4}  # the shares to keep
 

@@ -13,7 +13,7 @@ from backdrop.experiments.models import all_cnn, gp_network
 from backdrop.graph import cost
 from backdrop.placement.savings import savings
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(autouse=True)

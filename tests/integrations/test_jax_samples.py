@@ -318,7 +318,7 @@ def test_equinox_modules_whole_and_in_parts():
 
 def test_the_page_shows_the_measured_figures():
     pytest.importorskip("rich", reason="rich is not installed")
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     bench, page = runpy.run_path(str(root / "benchmarks" / "bench_jax.py")), (root / "docs" / "jax.md").read_text()
     for row in json.loads((root / "benchmarks" / "results" / "jax-cpu.json").read_text())["rows"]:
         assert f"| {' | '.join(bench['cells'](row))} |" in page

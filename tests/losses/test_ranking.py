@@ -29,7 +29,7 @@ from backdrop.losses import (
     ranking,
     spearman_loss,
 )
-from test_soft_ranks import Largest
+from tests.losses.test_soft_ranks import Largest
 
 
 def sigmoids(x, temperature):

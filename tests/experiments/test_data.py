@@ -115,7 +115,7 @@ def test_the_real_archives_are_expected_as_published():
     assert official_archive.checksum == "sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
     assert npm_archive.checksum == "sha256:141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
     assert callable(npm_archive.url)  # the registry is npm's business
-    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for data_set in DATA_SETS.values():
         for archive in (archive for known in data_set.sources for archive in known.archives):
             assert archive.file in page
@@ -640,7 +640,7 @@ def test_code_on_the_page_runs(cifar10_root, uiuc_root, monkeypatch):
     """Marked as py, not as python, since it needs data."""
     shutil.copytree(uiuc_root / "uiuc", cifar10_root / "uiuc")
     monkeypatch.setenv("BACKDROP_DATA", str(cifar10_root))
-    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert blocks
     exec("\n".join(blocks), {"__name__": "page"})
