@@ -25,7 +25,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from backdrop import Backdrop2d, functional
+from backdrop import Backdrop2d
+from backdrop._core.product import multiply
 from backdrop.functional import draw_weight
 
 P = 0.9
@@ -175,7 +176,7 @@ def measure_multiply(shape, device, dtype, rounds, steps):
     runs = {
         "copy": grad.clone,
         "torch": (lambda: grad * weight) if dtype == torch.float32 else (lambda: grad.clone().mul_(weight)),
-        "Backdrop2d": lambda: functional._multiply(grad, weight),
+        "Backdrop2d": lambda: multiply(grad, weight),
     }
     with torch.no_grad():
         times = medians(runs, rounds, steps, cuda, f"multiply {shape} {dtype}")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import photographs
 import search
-import textures
 from rich.console import Console
 from search import Settings, Stage
 
+import textures
 from backdrop.experiments.records import Record
 from backdrop.experiments.study import live
 from backdrop.experiments.study.archive import Archive, pack

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from backdrop import effective_batch_size, functional
+from backdrop import effective_batch_size
+from backdrop._core import product
 from backdrop._core.draw import make_lattice
 from backdrop.functional import backdrop, draw_mask, draw_weight, mask_gradient
 from oracle import weights
@@ -265,7 +266,7 @@ def test_half_precision_in_parts_equals_the_whole(shapes, part, dtype):
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     upstream, weight = torch.randn(shape, dtype=dtype), torch.rand(weight_shape) * 3
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "PART", part)
+        patch.setattr(product, "PART", part)
         (gradient,) = torch.autograd.grad(mask_gradient(x, weight), x, upstream)
     assert torch.equal(gradient, (upstream.float() * weight).to(dtype))
 
@@ -285,7 +286,7 @@ def test_a_patch_longer_than_its_axis_is_the_axis(patch, exact):
 
 
 def test_a_product_beyond_float16_is_infinite_and_told_once(monkeypatch):
-    monkeypatch.setattr(functional, "_told_of_overflow", False)
+    monkeypatch.setattr(product, "_told_of_overflow", False)
     x = torch.ones(4, dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([2.0**17, 0.0, 2.0, 2.0**17])
     upstream = torch.tensor([0.25, 60_000.0, 3.0, 60_000.0], dtype=torch.float16)
@@ -297,7 +298,7 @@ def test_a_product_beyond_float16_is_infinite_and_told_once(monkeypatch):
         gradient = masked()
     assert gradient.tolist() == [2.0**15, 0.0, 6.0, math.inf]  # the weight itself is never rounded
     assert masked().isinf().any()  # and no second warning, which would be an error here
-    monkeypatch.setattr(functional, "_told_of_overflow", False)
+    monkeypatch.setattr(product, "_told_of_overflow", False)
     upstream[3] = math.inf  # which is not of our making
     assert masked()[3] == math.inf
 

@@ -13,6 +13,7 @@ import torch
 
 import fuzz
 from backdrop import Backdrop, functional
+from backdrop._core import product
 
 SCRIPT = Path(__file__).parent / "fuzz.py"
 
@@ -26,7 +27,7 @@ def raised(call):
 def test_errors_of_ours_are_told_from_others():
     assert fuzz.is_ours(raised(lambda: Backdrop(2)))
     assert fuzz.is_ours(raised(lambda: functional.draw_mask((3,), 0.5, generator=3)))
-    assert not fuzz.is_ours(raised(lambda: functional._multiply(torch.ones(2), torch.ones(3))))  # torch's own
+    assert not fuzz.is_ours(raised(lambda: product.multiply(torch.ones(2), torch.ones(3))))  # torch's own
     assert not fuzz.is_ours(raised(lambda: int("x")))
     assert not fuzz.is_ours(raised(lambda: {}[3]))
 

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from backdrop import functional
 from backdrop._core.checks import Dims, Patch, Probability, Scale, check_dims, is_readable
-from backdrop._core.draw import _checkpoint_rerun, is_zero, make_lattice
+from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice
+from backdrop._core.product import multiply
 from backdrop._core.seeds import generator_for
 from backdrop.distributed import Group, exchange, resolve
 
@@ -314,7 +315,7 @@ class _MaskLater(torch.autograd.Function):
         if is_zero(ctx.mask.settings.p):
             return grad, None
         weight = weight if weight.ndim == grad.ndim else weight.view(-1, *[1] * (grad.ndim - 1))
-        return functional._multiply(grad, weight), None
+        return multiply(grad, weight), None
 
 
 class Ledger:
@@ -414,7 +415,7 @@ _layers: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()  # how ma
 
 
 def _is_rerun() -> bool:
-    return _checkpoint_rerun() == "non-reentrant"
+    return checkpoint_rerun() == "non-reentrant"
 
 
 def _digest(text: str) -> int:

@@ -38,6 +38,7 @@ from backdrop._core.checks import (
     check_scale,
 )
 from backdrop._core.draw import is_zero
+from backdrop._core.product import wants_gradient
 from backdrop._shared import Draw, Settings, SharedDraw
 from backdrop.distributed import Group, check_group, not_compiled, resolve
 
@@ -182,7 +183,7 @@ class Backdrop(nn.Module):
             return self._forward_shared(x)
         if self._weighs_itself:
             check_differentiable(x)
-            wanted = self.training and not is_zero(self._p) and functional._wants_gradient(x)
+            wanted = self.training and not is_zero(self._p) and wants_gradient(x)
             return functional.mask_gradient(x, self.draw_weight(x)) if wanted else x
         return functional.backdrop(
             x,
@@ -202,7 +203,7 @@ class Backdrop(nn.Module):
         _check_alone(self.choose, self.group)
         check_differentiable(x)
         check_dims(self.dims, x.ndim)
-        wanted = self.training and functional._wants_gradient(x)
+        wanted = self.training and wants_gradient(x)
         transforms = torch._C._are_functorch_transforms_active()
         mask = None if transforms else self.shared_draw(x, wanted)
         if mask is not None:
@@ -284,6 +285,9 @@ class Backdrop(nn.Module):
         generator = [] if self.generator is None else [f"generator=<{self.generator.device}>"]
         group = [] if self.group is None else [f"group={self.group if isinstance(self.group, str) else '...'}"]
         return ", ".join([f"p={p}", *changed, *generator, *group])
+
+
+marks.implement(Backdrop.forward)
 
 
 class _SpatialBackdrop(Backdrop):

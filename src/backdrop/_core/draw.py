@@ -126,7 +126,7 @@ def is_zero(p: Probability) -> bool:
 
 
 def _uniform(groups: int, size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    rerun = _checkpoint_rerun()
+    rerun = checkpoint_rerun()
     if rerun == "reentrant" and generator is None:
         raise RuntimeError(
             "Backdrop without a generator inside torch.utils.checkpoint(use_reentrant=True) would draw the same mask "
@@ -144,7 +144,7 @@ def _uniform(groups: int, size: int, generator: torch.Generator | None, device: 
     return u
 
 
-def _checkpoint_rerun() -> Literal["reentrant", "non-reentrant"] | None:
+def checkpoint_rerun() -> Literal["reentrant", "non-reentrant"] | None:
     """Which form of torch.utils.checkpoint, if any, is running this forward pass again in a backward pass."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return None

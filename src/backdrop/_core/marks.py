@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -49,20 +49,19 @@ def mark(x: Tensor, number: int, leaf: int = 0) -> Tensor:
     return marked
 
 
-def _mask(x: Tensor, number: int, leaf: int) -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensor
+def implement(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    """Makes `forward` what the operator does: that of `Backdrop`, also for subclasses with one of their own."""
 
-    if isinstance(x, FakeTensor) or x.is_meta:
-        return x.view_as(x)
-    if leaf:
-        raise RuntimeError("a mask over several tensors cannot be drawn where the graph is not looked into")
-    from backdrop.layers import Backdrop
+    def mask(x: Tensor, number: int, leaf: int) -> Tensor:
+        from torch._subclasses.fake_tensor import FakeTensor
 
-    masked: Tensor = Backdrop.forward(layer_of(number), x)
-    return masked
+        if isinstance(x, FakeTensor) or x.is_meta:
+            return x.view_as(x)
+        if leaf:
+            raise RuntimeError("a mask over several tensors cannot be drawn where the graph is not looked into")
+        return forward(layer_of(number), x)
 
-
-_library.impl("mask", _mask, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl("mask", mask, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from backdrop import functional
 from backdrop._core import marks, tree
 from backdrop._core.draw import is_zero
+from backdrop._core.product import multiply
 from backdrop.layers import Backdrop, drops_samples
 
 NAME = "backdrop"  # of the child
@@ -84,8 +85,7 @@ class _ChosenTogether(torch.autograd.Function):
         if ctx.weight is None and arrived:
             ctx.weight = ctx.mask.choose_weight_and_count(*arrived)[0].flatten()
         masked = [
-            None if grad is None else functional._multiply(grad, ctx.weight.view(-1, *[1] * (grad.ndim - 1)))
-            for grad in grads
+            None if grad is None else multiply(grad, ctx.weight.view(-1, *[1] * (grad.ndim - 1))) for grad in grads
         ]
         return None, *masked
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from backdrop import functional
+from backdrop._core.product import multiply
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics, Tap, Where
 from backdrop.graph.trace import name_of
@@ -425,7 +425,7 @@ class Run:
         spelled = weight.expand([grad.shape[a] if a in plan.demand.axes else n for a, n in enumerate(weight.shape)])
         for first in range(0, len(windows), size):
             part = windows.part(first, first + size)
-            seeds = functional._multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
+            seeds = multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
             seeds = _fill(seeds, part.inside[exit_map], plan.demand, 0.0)
             cuts = dict(leaves)
             for node, want in zip(nodes, wanted, strict=True):

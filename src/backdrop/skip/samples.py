@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
-from backdrop import functional
 from backdrop._core.draw import is_zero
+from backdrop._core.product import multiply
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
@@ -338,7 +338,7 @@ def _merge(
 def _weighted(rows: Tensor, weight: Tensor) -> Tensor:
     wide = rows.dtype in (torch.float64, torch.complex128)
     weight = weight if wide else weight.float()
-    return functional._multiply(rows, weight.view(-1, *[1] * (rows.ndim - 1)))
+    return multiply(rows, weight.view(-1, *[1] * (rows.ndim - 1)))
 
 
 class _Merge(torch.autograd.Function):
