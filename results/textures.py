@@ -129,6 +129,7 @@ def gp_policies() -> Stage:
 # masks and with its own.
 
 SMALL = TASKS["gp"].presets["quick"]
+NONE, BOTH, COARSE = ({"p_small": fine, "p_large": coarse} for fine, coarse in [(0.0, 0.0), (0.95, 0.75), (0.0, 0.75)])
 
 
 def small(point: Settings) -> Settings:
@@ -142,13 +143,13 @@ def gp_small_coarse() -> Stage:
     ways += product(lr=[0.003], weight_decay=[2.0], epochs=[40])
     ways += product(lr=[0.03], weight_decay=[0.05], epochs=[20]) + product(lr=[0.03], weight_decay=[0.5], epochs=[10])
     ways += product(lr=[0.1], weight_decay=[0.05], epochs=[10]) + product(lr=[0.003], weight_decay=[2.0], epochs=[80])
-    points = [small({**arm, **way, "judge": "validation"}) for arm in SMALL.grid for way in ways]
+    points = [small({**arm, **way, "judge": "validation"}) for arm in (NONE, BOTH, COARSE) for way in ways]
     return Stage(points, range(100, 103), "small-choice")
 
 
 def gp_small_fine() -> Stage:
     """The best two of each, where three seeds do not tell them apart, with five more."""
-    best = [(arm, way) for arm in SMALL.grid for way in chosen("gp", 2, "small-choice", **arm)]
+    best = [(arm, way) for arm in (NONE, BOTH, COARSE) for way in chosen("gp", 2, "small-choice", **arm)]
     return Stage([small({**arm, **way, "judge": "validation"}) for arm, way in best], range(100, 108), "small-choice")
 
 
