@@ -7,6 +7,8 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
+collect_ignore = ["sound"]  # cases that a test imports: looked through for doctests they would stand in the table twice
+
 
 @pytest.fixture(autouse=True)
 def _repeatable():

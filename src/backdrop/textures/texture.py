@@ -50,6 +50,7 @@ class Texture:
         normalise: with False the scales are left as drawn, mean 0 and variance 1 over all samples, so that
             covariances are exactly those of the kernels.
 
+    >>> from backdrop.textures import Matern, SquaredExponential
     >>> Texture([SquaredExponential(2), Matern(8, nu=1.5)])
     Texture([SquaredExponential(length=2), Matern(length=8, nu=1.5)], weights=(1.0, 1.0), combine='sum')
     """
