@@ -105,7 +105,7 @@ class Victim:
             return "over"
         try:
             letter = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while its file is read
             return "over"
         return "stopped" if letter in "Tt" else "running"
 
@@ -451,7 +451,7 @@ def _children(pid):
 def _is_there(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
