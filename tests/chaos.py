@@ -38,7 +38,7 @@ GRACE, BEAT = 1.0, 0.1  # seconds, of the processes here
 PATIENCE = 900.0  # until a process counts as hanging
 EPOCHS = 3
 # Seconds of CPU time until a process is killed that does not come to its point.
-LONGEST = {"journal": 0.2, "postgresql": 0.4}
+LONGEST = {"journal": 0.2, "postgresql": 0.8}
 AT_ONCE = {"journal": [1, 1, 2, 3, 4], "postgresql": [1, 4, 6, 8]}  # processes; those of a database mostly wait
 POINTS = {"fsync": 8, "rename": 4, "unlink": 2, "claim": 4, "state": 3, "enqueue": 3}  # at the n-th time at most
 OF_STORAGE = {"journal": {"torn": 8}, "postgresql": {"commit": 12}}
@@ -105,7 +105,7 @@ class Victim:
             return "over"
         try:
             letter = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while its file is read
             return "over"
         return "stopped" if letter in "Tt" else "running"
 
@@ -341,6 +341,7 @@ class Siege:
         for victim in doomed:
             if victim.meet():
                 self.tally.counts[f"kill at {victim.at}"] += 1
+                self.tally.counts[f"{self.kind}: {'any moment' if victim.at == 'any moment' else 'chosen point'}"] += 1
                 self.tally.counts["on another machine"] += victim.machine is not None
         self.tally.counts["several at once"] += many + survivors > 1
         for victim in rest:
@@ -451,7 +452,7 @@ def _children(pid):
 def _is_there(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -1,7 +1,9 @@
 """What comes from outside, made for tests: archives with the layout of the real ones, and a server on this machine."""
 
 import contextlib
+import copy
 import io
+import math
 import os
 import re
 import struct
@@ -172,3 +174,36 @@ def serve(content, most=None, **headers):
         return send(handler, body, status, **{"Content_Length": len(content) - start, **extra})
 
     return answer
+
+
+WEIRD = [None, True, 0, -1, 1e308, math.nan, math.inf, 10**400, -0.0]
+WEIRD += ["", "x" * 1000, "\x1b[2J", "a\nb", "$x$", "evil.py:X", "../../evil", "\ud800"]
+WEIRD += [[], {}, [1], {"a": 1}, [[[]]], {"a": {"b": [None]}}]
+
+
+def parts_of(content, path=()):
+    """Where its parts are, at any depth."""
+    yield path
+    for name in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
+        yield from parts_of(content[name], (*path, name))
+
+
+def changed(content, random):
+    """One or two parts left out, replaced, or added to."""
+    found = copy.deepcopy(content)
+    for _ in range(int(random.integers(1, 3))):
+        places = [place for place in parts_of(found) if place]
+        if not places:
+            break
+        *path, last = places[int(random.integers(len(places)))]
+        parent = found
+        for name in path:
+            parent = parent[name]
+        kind, value = random.integers(3), WEIRD[int(random.integers(len(WEIRD)))]
+        if kind == 0:
+            del parent[last]
+        elif kind == 1 or isinstance(parent, list):
+            parent[last] = value
+        else:
+            parent[("more", "", "seed", "p_small")[int(random.integers(4))]] = value
+    return found

@@ -96,6 +96,30 @@ def check_backdrop(arguments):
     command.make_context(name, arguments)  # refuses unknown options and wrong values
 
 
+def named_tests():
+    for page in PAGES:
+        for line in re.findall(r"`(?:python -m )?pytest ([^`]+)`", page.read_text()):
+            yield pytest.param(line, id=f"{page.stem}: {line}")
+        for name in re.findall(r"`(tests/[^`]+)`", page.read_text()):
+            yield pytest.param(name, id=f"{page.stem}: {name}")
+
+
+@pytest.mark.parametrize("line", list(named_tests()))
+def test_tests_that_pages_name_exist(line):
+    """Files, tests in them, and what `-k` picks."""
+    paths, _, wanted = line.partition(" -k ")
+    for path in paths.split():
+        name, _, test = path.partition("::")
+        assert list(ROOT.glob(name)), name
+        assert not test or f"\ndef {test}(" in text_of(name), test
+    for word in wanted.strip('"').split(" or ") if wanted else []:
+        assert any(re.search(rf"^def test_\w*{word}", text_of(path), re.MULTILINE) for path in paths.split()), word
+
+
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -335,7 +335,7 @@ def test_every_line_of_the_page_has_a_test():
     assert len(promised) == 2
     defined = {
         name
-        for path in (ROOT / "tests").glob("test_*.py")
+        for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     for section in promised:

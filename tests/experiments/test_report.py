@@ -1,7 +1,6 @@
 """Reports: what they say is in the records, whatever these are like, and the page shows it."""
 
 import base64
-import copy
 import csv
 import dataclasses
 import errno
@@ -34,6 +33,7 @@ from backdrop.experiments.study.archive import Archive, pack
 from backdrop.experiments.study.plan import again, plan
 from backdrop.experiments.task import Task
 from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS
+from outside import changed
 
 STUDIES = {**{name: (task, getattr(made_up, name)) for name, task in TASKS.items()}, "search": (GP, made_up.search)}
 PICTURES = {
@@ -546,52 +546,6 @@ def test_names_of_columns_are_no_formulas(tmp_path):
             head = next(csv.reader(file))
         assert "'=HYPERLINK()" in head
         assert "=HYPERLINK()" not in head
-
-
-WEIRD = [
-    *(
-        None,
-        True,
-        0,
-        -1,
-        1e308,
-        math.nan,
-        math.inf,
-        10**400,
-        -0.0,
-        "",
-        "x" * 1000,
-        "\x1b[2J",
-        "a\nb",
-        "$x$",
-        "evil.py:X",
-    ),
-    *([], {}, [1], {"a": 1}, [[[]]], {"a": {"b": [None]}}),
-]
-
-
-def parts_of(content, path=()):
-    yield path
-    for name in content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ():
-        yield from parts_of(content[name], (*path, name))
-
-
-def changed(content, random):
-    """One or two parts left out, replaced, or added to."""
-    found = copy.deepcopy(content)
-    for _ in range(int(random.integers(1, 3))):
-        *path, last = (places := [place for place in parts_of(found) if place])[int(random.integers(len(places)))]
-        parent = found
-        for name in path:
-            parent = parent[name]
-        kind, value = random.integers(3), WEIRD[int(random.integers(len(WEIRD)))]
-        if kind == 0:
-            del parent[last]
-        elif kind == 1 or isinstance(parent, list):
-            parent[last] = value
-        else:
-            parent[("more", "", "seed", "p_small")[int(random.integers(4))]] = value
-    return found
 
 
 def test_a_study_in_a_file_is_shown_or_refused(tmp_path):

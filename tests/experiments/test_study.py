@@ -308,6 +308,21 @@ def test_duplicates_are_closed_and_not_shown(begun):
     assert len(begun.optuna.trials) == 3
 
 
+def test_duplicates_are_closed_when_nothing_else_is_left(begun, dead, tmp_path):
+    """By a process that was stopped while it enqueued, say, and goes on when the others are done."""
+    work(begun, tmp_path, OPTIONS)
+    assert not begun.is_unfinished()
+    for trial in begun.optuna.trials:
+        begun.enqueue(trial.user_attrs["key"], trial.user_attrs["settings"], trial.params)
+    begun._backend.set_trial_state_values(begun.trial_id(3), optuna.trial.TrialState.RUNNING)
+    begun.store(3, **{f"claim {dead['id']}": dead})  # who died before it could close it
+    assert states(begun) == ["complete", "complete"]
+    assert begun.is_unfinished()
+    work(begun, tmp_path, OPTIONS)
+    assert not begun.is_unfinished()
+    assert reasons(begun) == [None, None, "duplicate of 0", "lost"]
+
+
 def test_a_duplicate_counts_when_the_first_was_given_back(begun, dead):
     first = begun.optuna.trials[0]
     begun.claim(dead)

@@ -230,7 +230,6 @@ def report(
     task of your own.
     """
     with errors_in_red():
-        from backdrop.experiments.records import checked
         from backdrop.experiments.report.write import write_report
         from backdrop.experiments.study.lookup import open_study
         from backdrop.experiments.study.plan import again
@@ -239,7 +238,7 @@ def report(
         with open_study(study, storage, folder) as found:
             home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
             home = home.parent if home.is_file() else home
-            kind, records = found.spec.shown_task(task), [checked(record) for record in found.records()]
+            kind, records = found.spec.shown_task(task), found.records()
             files = write_report(
                 kind,
                 found.name,

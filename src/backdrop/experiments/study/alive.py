@@ -34,15 +34,18 @@ def identity() -> dict[str, Any]:
     }
 
 
-def is_dead(worker: Mapping[str, Any]) -> bool | None:
+def is_dead(worker: Any) -> bool | None:
     """Whether this worker's process is gone; None if it cannot be seen from here, or does not run for now."""
     here = _machine()
-    if here is None or worker.get("machine") != here:
+    if here is None or not isinstance(worker, Mapping) or worker.get("machine") != here:
         return None
-    started, stopped = _process(worker["pid"])
+    pid = worker.get("pid")
+    if type(pid) is not int or not 0 < pid < 2**31:  # what a study says may be anything
+        return True
+    started, stopped = _process(pid)
     if started is None:
         try:
-            os.kill(worker["pid"], 0)
+            os.kill(pid, 0)
         except ProcessLookupError:
             return True
         except PermissionError:  # there, and hidden from us

@@ -13,7 +13,7 @@ from backdrop.experiments.study.plain import SPEC, PlainStudy
 from backdrop.experiments.study.plan import Readable
 from backdrop.experiments.study.storage import JOURNAL, open_storage
 
-__all__ = ["has_optuna", "listed", "open_all", "open_study", "unknown"]
+__all__ = ["has_optuna", "listed", "noted", "open_all", "open_study", "unknown"]
 
 
 def has_optuna() -> bool:
@@ -57,6 +57,8 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
     home = homes[0]
     with _open_folder(home) as studies:
         wanted = [study for study in studies if study.name == home.resolve().name] or studies
+        if not wanted:
+            raise ValueError(f"{home / JOURNAL} says of no study what it is about, so none of ours is in it")
         if len(wanted) != 1:
             names = [study.name for study in studies]
             raise ValueError(f"{home} has {len(names)} studies ({', '.join(names)}); give one and --storage {home}")
@@ -73,13 +75,14 @@ def open_all(storage: str | None, folder: Path) -> Iterator[tuple[list[Readable]
         found: list[Readable] = []
         problems: list[Exception] = []
         for home in listed(folder):
-            with _noted(problems):
+            with noted(problems):
                 found += stack.enter_context(_open_folder(home))
         yield found, problems
 
 
 @contextlib.contextmanager
-def _noted(problems: list[Exception]) -> Iterator[None]:
+def noted(problems: list[Exception]) -> Iterator[None]:
+    """Adds to the problems what is wrong with one study, so that the others are shown."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backdrop.experiments import checkpoint
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, checked
 from backdrop.experiments.study.plan import Spec, as_text, check_extends
 
 __all__ = ["SPEC", "PlainStudy", "check_one"]
@@ -105,6 +105,6 @@ class PlainStudy:
             if result is None:  # removed meanwhile
                 continue
             fields = {name: result[name] for name in ("key", "settings", "metrics", "curve", "seconds", "machine")}
-            found[result["key"]] = Record(state="complete", **fields)
+            found[result["key"]] = checked(Record(state="complete", **fields))
         records = [*found.values(), *(record for key, record in self.here.items() if key not in found)]
         return sorted(records, key=lambda record: record.settings["seed"])

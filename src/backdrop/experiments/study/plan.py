@@ -40,6 +40,7 @@ __all__ = [
 
 MOST_WORKERS = 8  # where nobody says how many
 MOST_TRIALS = 100_000
+MOST_THREADS = 4096  # more than any machine has; with many more a process cannot begin
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ class Spec:
         return "test loss" if self.metric == "loss" else self.metric
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+    def from_json(cls, values: Any) -> Spec:
         """What a file or a database says, which may be anything: if it cannot be, an error."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"what a study is about cannot be {str(values)[:80]!r}")
         known = {item.name for item in dataclasses.fields(cls)}
         found = {name: value for name, value in values.items() if name in known}
         for name, is_right in _KINDS.items():
@@ -158,7 +161,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "varied": _are_texts,
     "metric": _is_text,
     "maximize": lambda value: isinstance(value, bool),
-    "threads": _is_count,
+    "threads": lambda value: _is_count(value) and value <= MOST_THREADS,
     "backdrop": _is_text,
     "units": lambda value: (
         isinstance(value, dict) and all(map(_is_text, value)) and all(map(_is_count, value.values()))

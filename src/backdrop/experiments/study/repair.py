@@ -122,10 +122,11 @@ def repair(path: Path, homes: Sequence[Path] = ()) -> Repaired:
         changes, lost = _changes(path.read_bytes())
         if not lost:
             return Repaired(path, [])
-        studies, saved = _replayed(path, changes, lost), {}
-        _check_stopped(path, studies)
+        saved: dict[str, Saved] = {}
         fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
+            studies = _replayed(changes, lost)
+            _check_stopped(path, studies)
             fresh.unlink(missing_ok=True)
             for study in studies:
                 spec = Spec.from_json(study.attributes["spec"])
@@ -134,6 +135,10 @@ def repair(path: Path, homes: Sequence[Path] = ()) -> Repaired:
                 _write(fresh, study, spec, found)
             kept = _keep(path)
             fresh.replace(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be repaired: {error}") from None
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # lines of another program
+            raise ValueError(f"{path} cannot be repaired: it holds what no study of ours does ({error!r})") from None
         finally:
             fresh.unlink(missing_ok=True)
     return Repaired(path, lost, kept, saved)
@@ -188,7 +193,7 @@ def _is_harmless(bad: Sequence[bytes], before: bytes, after: bytes | None) -> bo
     return sum(not 32 <= byte < 127 for byte in line[:-1]) <= FLIPPED and line.endswith(b"}\n")
 
 
-def _replayed(path: Path, changes: Sequence[Change | None], lost: Sequence[int]) -> list[_Study]:
+def _replayed(changes: Sequence[Change | None], lost: Sequence[int]) -> list[_Study]:
     """The studies, with their trials in order."""
     studies: list[_Study] = []
     trials: dict[int, _Trial] = {}
@@ -202,13 +207,13 @@ def _replayed(path: Path, changes: Sequence[Change | None], lost: Sequence[int])
         code = change["op_code"]
         if code == 0:
             if unclear and not single:
-                raise _beyond(path, lost, "which of several studies it is about")
+                raise _beyond(lost, "which of several studies it is about")
             if change["study_name"] not in [study.name for study in studies]:
                 studies.append(_Study(change["study_name"]))
         elif code in (1, 2, 4):
             number = 0 if single else change["study_id"]
             if not 0 <= number < len(studies):
-                raise _beyond(path, lost, "the name of its study")
+                raise _beyond(lost, "the name of its study")
             study = studies[number]
             if code == 1:
                 study.is_deleted = True
@@ -231,7 +236,7 @@ def _replayed(path: Path, changes: Sequence[Change | None], lost: Sequence[int])
             owner.trials.append(trials[number])
     studies = [study for study in studies if not study.is_deleted]
     if not studies or any(not isinstance(study.attributes.get("spec"), dict) for study in studies):
-        raise _beyond(path, lost, "what its study is about")
+        raise _beyond(lost, "what its study is about")
     return studies
 
 
@@ -247,9 +252,9 @@ def _begun(change: Change) -> _Trial:
     )
 
 
-def _beyond(path: Path, lost: Sequence[int], what: str) -> ValueError:
+def _beyond(lost: Sequence[int], what: str) -> ValueError:
     return ValueError(
-        f"{path} cannot be repaired: {what} stood in line {', '.join(map(str, lost))}, which cannot be read; move the "
+        f"{what} stood in line {', '.join(map(str, lost))}, which cannot be read; move the "
         "file away and give the command again with which the study was begun: trials that have a result.json in their "
         "folder are not trained again"
     )

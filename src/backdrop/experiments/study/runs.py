@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from backdrop.experiments.logs import log_event
-from backdrop.experiments.records import Record, checked
+from backdrop.experiments.records import Record
 from backdrop.experiments.report import wording
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import live, lookup, remains
@@ -192,7 +192,10 @@ def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool =
             found, problems = stack.enter_context(lookup.open_all(storage, folder))
         else:
             found = [stack.enter_context(lookup.open_study(name, storage, folder))]
-        known = [(study, [checked(record) for record in study.records()]) for study in found]
+        known = []
+        for study in found:
+            with lookup.noted(problems) if name is None else contextlib.nullcontext():
+                known.append((study, study.records()))
     if as_json:
         print(json.dumps([_as_json(study, records, name is not None) for study, records in known], indent=1))
         _raise(problems)

@@ -80,12 +80,14 @@ def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage
         raise FileNotFoundError(f"there is no study in {path}")
     from optuna.storages import JournalStorage
 
-    from backdrop.experiments.study.journal import Journal, held
+    from backdrop.experiments.study.journal import Damaged, Journal, held
 
     lock = path.with_name(f".{path.name}.lock")
     try:
         backend = JournalStorage(Journal(path))
-    except (KeyError, TypeError, AttributeError, IndexError, AssertionError) as error:  # lines of another program
+    except Damaged:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError) as error:  # another program's
         raise ValueError(f"{path} is not a journal that Optuna can read: {type(error).__name__} {error}") from None
     yield Storage(backend, str(path), str(path), lambda: held(lock, alive.GRACE))
 

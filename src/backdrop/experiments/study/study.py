@@ -10,7 +10,8 @@ NOTE: why no trial is lost or run twice. A point of the study has a key; one Opt
 4. A key whose trials were all given back is enqueued again by whoever sees it. So dying between rules 3 and 4 loses
    nothing, and neither does dying while a study is begun: `run` enqueues the keys that are not there.
 5. Two who enqueue at once make two trials for one key. The first that was not given back counts, and the others are
-   closed as "duplicate of N" by whoever claims them. Numbers are given in order, so who sees N sees all before it.
+   closed as "duplicate of N" by whoever claims them, also when nothing else is left to do. Numbers are given in order,
+   so who sees N sees all before it.
 6. A trial that failed for a reason of its own is not run again, unless someone asks for it (`retry`): the new trial
    knows the number of the failed one, and so is no duplicate of it.
 7. However often a trial loses its worker, it is given back: machines are preempted, processes killed. Only faults of
@@ -20,11 +21,12 @@ NOTE: why no trial is lost or run twice. A point of the study has a key; one Opt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from backdrop.experiments.records import Record, State
+from backdrop.experiments.records import Record, State, checked
 from backdrop.experiments.settings import nearest
 from backdrop.experiments.study.alive import Watch
 from backdrop.experiments.study.plan import Spec, check_extends
@@ -39,6 +41,7 @@ __all__ = ["Study", "studies"]
 LOST, INTERRUPTED, DUPLICATE = "lost", "interrupted", "duplicate of"
 CLAIM = "claim "  # begins the name under which a worker says that it wants a trial
 CURVE = 200  # rows of a curve that are stored
+KINDS: dict[str, type] = {"key": str, "after": int, "settings": dict, "reason": str, "worker": dict, "beat": dict}
 
 STATES: dict[str, State] = {
     "WAITING": "waiting",
@@ -69,8 +72,10 @@ class Study:
             there = studies(storage)
             listed = f"; there are {', '.join(there)}" if there else ""
             raise ValueError(f"there is no study {name!r} in {storage.place}{nearest(name, there)}{listed}") from None
-        self.spec = Spec.from_json(spec)
+        with self._named():
+            self.spec = Spec.from_json(spec)
         self._trial_ids: dict[int, int] = {}
+        self._finished: dict[int, Record] = {}
         self.optuna = optuna.load_study(study_name=name, storage=self._backend)
 
     @classmethod
@@ -123,8 +128,8 @@ class Study:
         self.optuna.add_trial(
             create_trial(
                 state=TrialState.WAITING,
-                params={name: params[name] for name in distributions},
-                distributions=dict(distributions),
+                params={name: params[name] for name in distributions if name in params},
+                distributions={name: found for name, found in distributions.items() if name in params},
                 user_attrs=attributes,
             )
         )
@@ -154,7 +159,8 @@ class Study:
                 self._enqueue_again(key, attempts[-1])
 
     def _enqueue_again(self, key: str, trial: FrozenTrial, after: int = -1) -> None:
-        self.enqueue(key, trial.user_attrs.get("settings"), trial.params, trial.distributions, after)
+        with self._named():
+            self.enqueue(key, trial.user_attrs.get("settings"), trial.params, trial.distributions, after)
 
     def claim(self, worker: Mapping[str, Any]) -> int | None:
         """The number of a trial that is this worker's from now on; None if none is waiting."""
@@ -162,6 +168,8 @@ class Study:
         from optuna.trial import TrialState
 
         for trial in self._trials("WAITING"):
+            if "key" not in trial.user_attrs:
+                continue
             number = trial.number
             try:
                 # Said before, so that a worker that dies with the claim is known, and after, to tell who got it.
@@ -178,8 +186,10 @@ class Study:
         return None
 
     def is_unfinished(self) -> bool:
-        """Whether there is anything that waits or runs."""
-        return any(record.state in ("waiting", "running") for record in self.records())
+        """Whether there is anything that waits or runs; a duplicate too, which is to be closed (rule 5)."""
+        if any("key" in trial.user_attrs for trial in self._trials("WAITING", "RUNNING")):
+            return True
+        return any(record.state in ("waiting", "running") for record in self.records())  # all given back: rule 4
 
     def trial(self, number: int) -> FrozenTrial:
         return self._backend.get_trial(self.trial_id(number))
@@ -215,11 +225,12 @@ class Study:
         found = []
         for key, attempts in self._attempts().items():
             trial = _counting(attempts)
-            if trial is None or trial.state.name == "WAITING":
-                settings = attempts[-1].user_attrs.get("settings", self.spec.base)
-                found.append(Record(key, "waiting", settings))
-            else:
-                found.append(self._record(key, trial))
+            with self._named():
+                if trial is None or trial.state.name == "WAITING":
+                    settings = attempts[-1].user_attrs.get("settings", self.spec.base)
+                    found.append(checked(Record(key, "waiting", settings)))
+                else:
+                    found.append(self._record(key, trial))
         return found
 
     def folders_done(self) -> set[str]:
@@ -227,18 +238,33 @@ class Study:
         return {self.spec.key(record.settings) for record in self.records() if record.state in ("complete", "pruned")}
 
     def _record(self, key: str, trial: FrozenTrial) -> Record:
+        if trial.number in self._finished:  # which is never changed (rule 2)
+            return self._finished[trial.number]
         seen, state = trial.user_attrs, STATES[trial.state.name]
-        return Record(
-            key,
-            state,
-            seen.get("settings", self.spec.base),
-            metrics=seen.get("metrics", {}),
-            curve=seen.get("curve", ()),
-            seconds=seen.get("seconds", 0.0),
-            machine=seen.get("machine", {}),
-            progress=(seen.get("beat") or {}) if state == "running" else {},
-            reason=seen.get("reason", "unknown") if state in ("failed", "pruned") else None,
+        record = checked(
+            Record(
+                key,
+                state,
+                seen.get("settings", self.spec.base),
+                metrics=seen.get("metrics", {}),
+                curve=seen.get("curve", ()),
+                seconds=seen.get("seconds", 0.0),
+                machine=seen.get("machine", {}),
+                progress=seen.get("beat", {}) if state == "running" else {},
+                reason=seen.get("reason", "unknown") if state in ("failed", "pruned") else None,
+            )
         )
+        if trial.state.is_finished():
+            self._finished[trial.number] = record
+        return record
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says which study it is that holds what cannot be."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"the study {self.name} in {self.storage.place}: {error}") from None
 
     def _trials(self, *states: str) -> list[FrozenTrial]:
         from optuna.trial import TrialState
@@ -248,9 +274,13 @@ class Study:
 
     def _attempts(self) -> dict[str, Attempts]:
         found: dict[str, Attempts] = {}
-        for trial in self._trials():
-            if "key" in trial.user_attrs:
-                found.setdefault(trial.user_attrs["key"], []).append(trial)
+        with self._named():
+            for trial in self._trials():
+                for name in KINDS.keys() & trial.user_attrs.keys():
+                    if not isinstance(value := trial.user_attrs[name], KINDS[name]):
+                        raise ValueError(f"a trial has a {name} that cannot be: {str(value)[:80]!r}")
+                if "key" in trial.user_attrs:  # else another program has added it
+                    found.setdefault(trial.user_attrs["key"], []).append(trial)
         return found
 
     def trial_id(self, number: int) -> int:
