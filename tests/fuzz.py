@@ -35,46 +35,18 @@ import torch
 from torch import nn
 
 import backdrop
-from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, functional, losses, placement, schedules, textures
+from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, functional, placement, schedules, textures
+from fuzz_losses import a_loss
+from fuzz_values import NONSENSE, WrongError, a_shape, a_tensor, check, mostly
 
 HERE = str(Path(backdrop.__file__).parent)
 OURS = (TypeError, ValueError, RuntimeError)
 HANG = 60  # seconds of work, and ten times as many on the clock
 MEMORY = 16 * 2**30
-NONSENSE = [None, True, "x", "", (), [], {}, -1, 0, 1.5, math.nan, math.inf, 2**70, 1j, b"p", object, [None]]
 
 
 class Hang(BaseException):
     """An example took too long."""
-
-
-class WrongError(AssertionError):
-    """A call did something else than it promises."""
-
-
-def check(condition, what):
-    if not condition:
-        raise WrongError(what)
-
-
-def mostly(r, good, share=0.92):
-    """`good()`, or now and then nonsense."""
-    return good() if r.random() < share else r.choice(NONSENSE)
-
-
-def a_shape(r, most=4):
-    return tuple(r.choice([0, 1, 1, 2, 3, 4, 5, 8]) for _ in range(r.randint(0, most)))
-
-
-def a_tensor(r, shape, floating=True):
-    dtypes = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]
-    dtypes += [] if floating else [torch.int64, torch.bool, torch.complex64]
-    x = torch.randn(shape).to(r.choice(dtypes))
-    if x.is_floating_point() and x.numel() and r.random() < 0.08:
-        x.view(-1)[r.randrange(x.numel())] = r.choice([math.nan, math.inf, -math.inf, 1e30, 1e-30, 6e4])
-    if x.ndim > 1 and r.random() < 0.2:
-        x = x.transpose(r.randrange(x.ndim), r.randrange(x.ndim))
-    return x
 
 
 def a_p(r):
@@ -103,6 +75,14 @@ def settings(r, ndim, spatial=False):
     return found
 
 
+def choice(r):
+    """How units are chosen: half of the time by the gradient that arrives."""
+    found = {"choose": mostly(r, lambda: r.choice(["uniform", "gradient"]), 0.98)}
+    if r.random() < 0.4:
+        found["floor"] = mostly(r, lambda: r.choice([0.1, 0, 0.0, 1e-9, 0.5, 1, 1.0]), 0.9)
+    return found
+
+
 SCALES = ["count", "eq1", "probability", None]
 
 
@@ -113,6 +93,7 @@ def layers(r):
     x = mostly(r, lambda: a_tensor(r, shape, r.random() < 0.97), 0.98)
     ndim = x.ndim if isinstance(x, torch.Tensor) else 2
     p, more = mostly(r, lambda: a_p(r), 0.95), settings(r, ndim, kind in (Backdrop1d, Backdrop2d, Backdrop3d))
+    more |= choice(r) if r.random() < 0.5 else {}
     dims = mostly(r, lambda: some_dims(r, ndim), 0.95)
     group = r.random()
     if group < 0.2 and kind is not functional.backdrop:
@@ -142,11 +123,17 @@ def layers(r):
     check(y.shape == x.shape and torch.equal(y.detach().nan_to_num(), x.detach().nan_to_num()), "forward changes x")
     if not y.requires_grad:
         return
-    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    arriving = torch.ones_like(y)
+    if more.get("choose") == "gradient" and y.numel() and y.dtype in (torch.float32, torch.float64):
+        arriving = torch.randn_like(y) * r.choice([1, 1, 0, 1e-30, 1e20])
+    (g,) = torch.autograd.grad(y, x, arriving)
     check(g.shape == x.shape and g.dtype == x.dtype, "gradient of another shape or type")
     check(not g.isnan().any(), "nan")
+    check(bool(((g == 0) | (g.sign() == arriving.sign()) if not g.is_complex() else g == g).all()), "a sign was turned")
     if not training or p == 0:
-        check(bool((g == 1).all()), "masked, but it should not be")
+        check(torch.equal(g, arriving), "masked, but it should not be")
+    elif bool((arriving == 0).any()):
+        pass
     elif g.numel() and more["scale"] != "eq1":  # which may be too small for the type
         check(bool((g != 0).any()), "an empty mask")
 
@@ -155,8 +142,12 @@ def functions(r):
     shape = mostly(r, lambda: list(a_shape(r, 5)), 0.97)
     ndim = len(shape) if isinstance(shape, (list, tuple)) else 2
     p, dims, more = mostly(r, lambda: a_p(r)), mostly(r, lambda: some_dims(r, ndim), 0.97), settings(r, ndim)
-    which = r.randrange(4)
-    if which == 0:
+    which = r.randrange(5)
+    if which == 4:
+        grad = mostly(r, lambda: a_tensor(r, a_shape(r, 5), r.random() < 0.95), 0.97)
+        weight = functional.choose_weight(grad, p, dims, **more, **{k: v for k, v in choice(r).items() if k == "floor"})
+        check(not weight.isnan().any() and bool((weight >= 0).all()), "weight")
+    elif which == 0:
         more.pop("scale")
         mask = functional.draw_mask(shape, p, dims, **more)
         check(mask.dtype == torch.bool and mask.ndim == len(shape), "mask")
@@ -174,51 +165,6 @@ def functions(r):
             torch.autograd.grad(y, x, torch.ones_like(y))
     else:
         functional.effective_batch_size(r.choice([1, 8, 2048, 2.5]), p)
-
-
-def a_loss(r):
-    n = r.choice([0, 1, 2, 3, 5, 17])
-    classes = r.choice([0, 0, 1, 2, 3])
-    name = r.choice(["rank_statistic_loss", "squared_hinge_auc_loss", "class_distance_loss", "soft_f_beta_loss"])
-    shape = (n, classes) if classes else (n,)
-    if r.random() < 0.05:
-        shape = a_shape(r)
-    x = mostly(r, lambda: a_tensor(r, shape, r.random() < 0.97), 0.98)
-    if isinstance(x, torch.Tensor) and x.is_floating_point():
-        if name == "soft_f_beta_loss":
-            x = x.sigmoid()
-        x = x.detach().requires_grad_()
-    kinds = [
-        lambda: torch.randint(0, 2, (n,)),
-        lambda: torch.randint(0, max(classes, 2), (n,)),
-        lambda: torch.randint(0, 2, (n, 1)).float(),
-        lambda: torch.randint(0, 2, (n, max(classes, 1))).bool(),
-        lambda: torch.randint(-2, 5, (n + r.randint(0, 1),)),
-        lambda: torch.rand(n),
-        lambda: torch.full((n,), math.nan),
-    ]
-    labels = mostly(r, lambda: r.choices(kinds, [5, 3, 2, 3, 1, 1, 0.3])[0](), 0.97)
-    more = {}
-    if r.random() < 0.4:
-        more["weight"] = mostly(r, lambda: r.choice([torch.rand(n), torch.zeros(n), -torch.rand(n), torch.rand(n, 2)]))
-    if r.random() < 0.5:
-        more["single_class"] = mostly(r, lambda: r.choice(["zero", "error"]))
-    setting = {
-        "rank_statistic_loss": "temperature",
-        "squared_hinge_auc_loss": "margin",
-        "class_distance_loss": "distance",
-        "soft_f_beta_loss": "beta",
-    }[name]
-    if name == "class_distance_loss" or r.random() < 0.5:
-        more[setting] = mostly(r, lambda: r.choice([1, 0.5, 1e-30, 1e30, 3.0]))
-    value = getattr(losses, name)(x, labels, **more)
-    check(value.ndim == 0, "a loss that is no number")
-    if value.requires_grad:
-        (g,) = torch.autograd.grad(value, x)
-        check(g.shape == x.shape, "gradient of another shape")
-        tame = more.get(setting, 1) in (1, 0.5, 3.0) and x.dtype in (torch.float32, torch.float64)
-        if tame and bool(x.isfinite().all()) and x.detach().abs().sum() < 1e6:
-            check(bool(value.isfinite()) and bool(g.isfinite().all()), f"not finite: {value}, {g}")
 
 
 def a_schedule(r):
@@ -377,6 +323,7 @@ def fails():
     return nn.Linear("x", 2)
 number = 3
 """
+JOURNAL = b'{"op_code":0,"worker_id":"x","study_name":"study","directions":[2]}\n'  # of a study that is not ours
 
 
 def a_command(r):
@@ -413,8 +360,14 @@ def a_command(r):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("nets.py").write_text(NETS)
         Path("study").mkdir()
+        if r.random() < 0.5:
+            Path("study/journal.log").write_bytes(
+                r.choice([b"", b"\n", b"{}\n", b"\x00" * 50, b'{"op_code":0}\n', JOURNAL])
+            )
         Path("bad.json").write_text(r.choice(["", "{", "[]", "{}", '{"task": 3}', "null", "\x00", '{"trials": []}']))
-        which = r.choice(["textures", "inspect", "status", "report", "run", "data", "worker", "tune", word("textures")])
+        which = r.choice(
+            ["textures", "inspect", "status", "report", "run", "data", "worker", "tune", "repair", word("textures")]
+        )
         if which == "textures":
             args = ["--out", word("out"), "--size", word("8", "4 6", "2"), "--per-class", word("1", "0", "2")]
             args += ["--small", word("2", "2 3")] if r.random() < 0.8 else []
@@ -442,6 +395,10 @@ def a_command(r):
             args = [word("study", "bad.json")] + (["--format", word("md", "csv")] if r.random() < 0.3 else [])
             args += ["--folder", word(".", "study")] if which != "report" or r.random() < 0.3 else []
             args += ["--no-wait"] if which == "worker" else []
+            args += ["--storage", word("study", "study/journal.log")] if which != "repair" and r.random() < 0.3 else []
+            args += (
+                ["--task", word("gp", "nets.py:network")] if which in ("worker", "report") and r.random() < 0.3 else []
+            )
         result = CliRunner().invoke(app, [which, *args])
         error = result.exception
         if error is not None and not isinstance(error, SystemExit):
@@ -455,7 +412,7 @@ def a_command(r):
 TARGETS = {  # and how often they come
     layers: 32,
     functions: 18,
-    a_loss: 20,
+    a_loss: 30,
     a_schedule: 13,
     a_texture: 7,
     a_task: 7,

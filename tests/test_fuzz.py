@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fuzz
+import fuzz_losses
 from backdrop import Backdrop, functional
 from backdrop._core import product
 
@@ -32,16 +33,44 @@ def test_errors_of_ours_are_told_from_others():
     assert not fuzz.is_ours(raised(lambda: {}[3]))
 
 
+@pytest.fixture
+def _without_alarms(monkeypatch):
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(signal, "setitimer", lambda kind, seconds: None)
+
+
+@pytest.mark.usefixtures("_without_alarms")
 def test_a_fault_is_found_and_found_again(monkeypatch):
     """Masks that drop everything, now and then."""
     monkeypatch.setattr(functional, "draw_units", functools.partial(broken, functional.draw_units))
-    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
-    monkeypatch.setattr(signal, "setitimer", lambda kind, seconds: None)
     monkeypatch.setattr(fuzz, "TARGETS", {fuzz.functions: 1})
     found = [number for number in range(300) if fuzz.try_one(5, number)[2] is not None]
     assert found
     _, _, error = fuzz.try_one(5, found[0])
     assert isinstance(error, fuzz.WrongError)
+
+
+def without_padding(original, x, *others, weight=None, **settings):
+    return original(x.nan_to_num(), *others, **settings)
+
+
+def in_this_order(original, x, *others, **settings):
+    return original(x, *others, **settings) + 0.01 * x.flatten()[0].detach()
+
+
+def out_of_range(original, *given, **settings):
+    return original(*given, **settings) * 3
+
+
+@pytest.mark.usefixtures("_without_alarms")
+@pytest.mark.parametrize("fault", [without_padding, in_this_order, out_of_range])
+def test_faults_of_losses_are_found(monkeypatch, fault):
+    name = "average_precision_loss"
+    monkeypatch.setattr(fuzz_losses.losses, name, functools.partial(fault, getattr(fuzz_losses.losses, name)))
+    monkeypatch.setattr(fuzz_losses, "KINDS", {name: fuzz_losses.KINDS[name]})
+    monkeypatch.setattr(fuzz, "TARGETS", {fuzz.a_loss: 1})
+    found = [error for _, _, error in (fuzz.try_one(5, number) for number in range(60)) if error is not None]
+    assert any(isinstance(error, fuzz.WrongError) for error in found)
 
 
 def broken(original, *args):

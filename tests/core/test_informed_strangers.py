@@ -168,3 +168,13 @@ def test_units_without_a_gradient_are_never_kept_without_a_floor():
     assert weight.isfinite().all()
     assert not weight[:, 4:].any()
     assert ((weight > 0).sum(1) == 3).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (0, 0, 0)])
+@pytest.mark.parametrize(("dims", "patch"), [(0, 1), (1, 3), ((0, 1), 2), ((0, 1, 2), (3, 2)), ((1, 2), 10**9)])
+def test_gradients_without_numbers(shape, dims, patch):
+    weight = functional.choose_weight(torch.zeros(shape), 0.5, dims, patch=patch)
+    assert torch.broadcast_shapes(weight.shape, shape) == shape
+    x = torch.zeros(shape, requires_grad=True)
+    functional.backdrop(x, 0.5, dims, patch=patch, choose="gradient").sum().backward()
+    assert x.grad.shape == shape

@@ -111,7 +111,7 @@ def _norm_of_neighbours(x: Tensor, axis: int, patch: int) -> Tensor:
     missing = -x.shape[axis] % patch
     if missing:
         x = torch.cat([x, x.new_zeros([missing if i == axis else n for i, n in enumerate(x.shape)])], axis)
-    shape = [*x.shape[:axis], -1, patch, *x.shape[axis + 1 :]]
+    shape = [*x.shape[:axis], x.shape[axis] // patch, patch, *x.shape[axis + 1 :]]
     return _norm(x.reshape(shape), [axis + 1], x.dtype).squeeze(axis + 1)
 
 
