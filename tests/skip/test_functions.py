@@ -24,6 +24,7 @@ KERNEL, KERNEL_1D, MATRIX, PLANE, ROW = (
     *(fixed(C, C, 3, 3), fixed(C, C, 3), fixed(C, C), fixed(H, W)),
     torch.tensor([2, 0, 1]),
 )
+LAST = torch.tensor([3, 0, 2, 2])
 CUBE, ROWS = fixed(C, C, C), fixed(1, C, H, 1)
 GRID = fixed(N, H, W, 2).tanh()
 
@@ -142,6 +143,9 @@ FUNCTIONS = [
     ("index_select", lambda x: x.index_select(1, ROW), ALL, ALL),
     ("index_select of samples", lambda x: x.index_select(0, ROW), "mixes samples", "mixes samples"),
     ("index", lambda x: x[:, ROW], ALL, ALL),
+    ("index for each sample", lambda x: x[torch.arange(len(x)), LAST][:, None], "by an index", ALL),
+    ("index in reverse", lambda x: x[torch.arange(len(x)).flip(0), LAST][:, None], "by an index", "by an index"),
+    ("index of some samples", lambda x: x[torch.arange(2), LAST[:2]].repeat(2, 1, 1)[:, None], "repeats", "repeats"),
     ("masked_fill", lambda x: x.masked_fill(x > 0.5, 0.1), ALL, ALL),
     ("where", lambda x: torch.where(PLANE > 0, x, x.sin()), ALL, ALL),
     ("clamp", lambda x: x.clamp(-0.5, 0.5), ALL, ALL),

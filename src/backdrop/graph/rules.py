@@ -407,7 +407,9 @@ def _getitem(call: Call) -> Step:
 
 
 def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
-    """x[:, index] with one tensor of indices that is the same for all samples."""
+    """x[:, index] with one tensor of indices that is the same for all samples, or x[torch.arange(len(x)), index]."""
+    if call.axes == (0,) and call.inner == 1 and len(parts) > 1 and _counts(parts[0], call.before[0]):
+        return _cell_of_each(call, parts)
     at = [i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == slice(None))]
     if len(at) != 1 or not isinstance(parts[at[0]], fx.Node) or parts[at[0]] not in call.shapes:
         raise UnsupportedError("it looks up cells by an index")
@@ -417,6 +419,28 @@ def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
     if len(call.before) - 1 + ndim != call.ndim:
         raise UnsupportedError("it looks up cells by an index")
     return call.moved(tuple(axis if axis < position else axis - ndim + 1 for axis in call.axes))
+
+
+def _counts(index: Any, number: int) -> bool:
+    """Whether an index is 0, 1, ... for so many samples."""
+    return isinstance(index, fx.Node) and index.target is torch.arange and index.args in ((number,), (0, number))
+
+
+def _cell_of_each(call: Call, parts: Sequence[Any]) -> Step:
+    """One cell of each sample, such as the last word of each text."""
+    index = parts[1]
+    if isinstance(index, fx.Node) and call.shapes.get(index) != call.before[:1]:
+        raise UnsupportedError("it looks up cells by an index")
+    if not isinstance(index, (fx.Node, int)) or any(part != slice(None) for part in parts[2:]):
+        raise UnsupportedError("it looks up cells by an index")
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        x, given = args
+        taken: Tensor = x[torch.arange(where.rows, device=x.device), given[1]]
+        return taken
+
+    inputs = {parts[0]: Tap((None,)), call.source: Tap((0,))}
+    return Step(inputs | ({index: Tap((0,))} if isinstance(index, fx.Node) else {}), run)
 
 
 def _index_select(call: Call) -> Step:
