@@ -24,6 +24,7 @@ KERNEL, KERNEL_1D, MATRIX, PLANE, ROW = (
     *(fixed(C, C, 3, 3), fixed(C, C, 3), fixed(C, C), fixed(H, W)),
     torch.tensor([2, 0, 1]),
 )
+LAST = torch.tensor([3, 0, 2, 2])
 CUBE, ROWS = fixed(C, C, C), fixed(1, C, H, 1)
 GRID = fixed(N, H, W, 2).tanh()
 
@@ -125,6 +126,12 @@ FUNCTIONS = [
     ("roll", lambda x: x.roll(1, 2), "mixes positions", ALL),
     ("roll over samples", lambda x: x.roll(1, 0), "mixes samples", "mixes samples"),
     ("flip", lambda x: x.flip(1), ALL, ALL),
+    ("flip, axes one by one", lambda x: x.flip(1, -1), "mixes positions", ALL),
+    ("flip over samples, axes one by one", lambda x: x.flip(1, 0), "mixes samples", "mixes samples"),
+    ("count_nonzero", lambda x: x * (x > 0).count_nonzero(1)[:, None], ALL, ALL),
+    ("count_nonzero, axes one by one", lambda x: x * (x > 0).count_nonzero(1, 0), "elsewhere", "elsewhere"),
+    ("einsum of a diagonal", lambda x: torch.einsum("nnhw->nhw", x)[:, None], "a diagonal", "a diagonal"),
+    ("signs by their bits", lambda x: x * (1 + (x.view(torch.int64) < 0)), "stored|elsewhere", "stored|elsewhere"),
     ("cumsum", lambda x: x.cumsum(1), ALL, ALL),
     ("cumsum along a masked axis", lambda x: x.cumsum(2), "mixes positions", ALL),
     ("sort", lambda x: x.sort(1).values, ALL, ALL),
@@ -136,6 +143,9 @@ FUNCTIONS = [
     ("index_select", lambda x: x.index_select(1, ROW), ALL, ALL),
     ("index_select of samples", lambda x: x.index_select(0, ROW), "mixes samples", "mixes samples"),
     ("index", lambda x: x[:, ROW], ALL, ALL),
+    ("index for each sample", lambda x: x[torch.arange(len(x)), LAST][:, None], "by an index", ALL),
+    ("index in reverse", lambda x: x[torch.arange(len(x)).flip(0), LAST][:, None], "by an index", "by an index"),
+    ("index of some samples", lambda x: x[torch.arange(2), LAST[:2]].repeat(2, 1, 1)[:, None], "repeats", "repeats"),
     ("masked_fill", lambda x: x.masked_fill(x > 0.5, 0.1), ALL, ALL),
     ("where", lambda x: torch.where(PLANE > 0, x, x.sin()), ALL, ALL),
     ("clamp", lambda x: x.clamp(-0.5, 0.5), ALL, ALL),

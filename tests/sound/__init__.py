@@ -17,6 +17,7 @@ from sound import (
     life,
     unusual,
     drawn,
+    blocks,
 )
 
 # isort: on
@@ -62,6 +63,7 @@ __all__ = [
     "assert_said",
     "assert_same_step",
     "batch",
+    "blocks",
     "build",
     "changes",
     "compare",

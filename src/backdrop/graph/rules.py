@@ -116,12 +116,26 @@ def _along(position: int, default: Any = None) -> Callable[[Call], Step]:
 
     def rule(call: Call) -> Step:
         dims = call.argument(position, "dim", call.node.kwargs.get("dims", default))
-        if dims is None:
-            raise UnsupportedError("it mixes samples")
-        call.refuse_along(*(dims if isinstance(dims, (tuple, list)) else (dims,)))
-        return call.same()
+        return _unless_along(call, dims)
 
     return rule
+
+
+def _unless_along(call: Call, dims: Any) -> Step:
+    if dims is None:
+        raise UnsupportedError("it mixes samples")
+    call.refuse_along(*(dims if isinstance(dims, (tuple, list)) else (dims,)))
+    return call.same()
+
+
+def _flip(call: Call) -> Step:
+    return _unless_along(call, _several(call, call.node.kwargs.get("dims")))
+
+
+def _several(call: Call, named: Any) -> Any:
+    """Axes that are given in a list or, as some methods have it, one by one; or by name."""
+    given: Any = call.node.args[1:]
+    return given if len(given) > 1 else given[0] if given else named
 
 
 def _over_channels(call: Call) -> Step:
@@ -135,6 +149,8 @@ def _reduce(call: Call) -> Step:
     dims = call.argument(1, "dim", call.node.kwargs.get("axis"))
     if isinstance(dims, fx.Node):
         return call.elementwise()
+    if call.name == "count_nonzero":
+        dims = _several(call, dims)
     dims = None if isinstance(dims, bool) or dims == () or dims == [] else dims
     keep = call.ndim == ndim
     gone = sorted(
@@ -151,8 +167,7 @@ def _reduce(call: Call) -> Step:
 
 
 def _permute(call: Call) -> Step:
-    order: Any = call.node.args[1:] or call.node.kwargs["dims"]
-    order = order[0] if isinstance(order[0], (tuple, list)) else order
+    order = _several(call, call.node.kwargs.get("dims"))
     return _reordered(call, [axis % call.ndim for axis in order])
 
 
@@ -227,7 +242,8 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int
 def _reshape(call: Call) -> Step:
     """Also flatten, squeeze and the like. Samples may share an axis with others if they vary slowest."""
     before, after = call.before, call.shape
-    if 0 in before or 0 in after or math.prod(before) != math.prod(after):
+    bits = any(isinstance(given, torch.dtype) for given in (*call.node.args[1:], *call.node.kwargs.values()))
+    if bits or 0 in before or 0 in after or math.prod(before) != math.prod(after):
         raise UnsupportedError("it changes how numbers are stored")
     groups = reshaped(before, after)
     axes: list[int | None] = []
@@ -391,7 +407,9 @@ def _getitem(call: Call) -> Step:
 
 
 def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
-    """x[:, index] with one tensor of indices that is the same for all samples."""
+    """x[:, index] with one tensor of indices that is the same for all samples, or x[torch.arange(len(x)), index]."""
+    if call.axes == (0,) and call.inner == 1 and len(parts) > 1 and _counts(parts[0], call.before[0]):
+        return _cell_of_each(call, parts)
     at = [i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == slice(None))]
     if len(at) != 1 or not isinstance(parts[at[0]], fx.Node) or parts[at[0]] not in call.shapes:
         raise UnsupportedError("it looks up cells by an index")
@@ -401,6 +419,28 @@ def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
     if len(call.before) - 1 + ndim != call.ndim:
         raise UnsupportedError("it looks up cells by an index")
     return call.moved(tuple(axis if axis < position else axis - ndim + 1 for axis in call.axes))
+
+
+def _counts(index: Any, number: int) -> bool:
+    """Whether an index is 0, 1, ... for so many samples."""
+    return isinstance(index, fx.Node) and index.target is torch.arange and index.args in ((number,), (0, number))
+
+
+def _cell_of_each(call: Call, parts: Sequence[Any]) -> Step:
+    """One cell of each sample, such as the last word of each text."""
+    index = parts[1]
+    if isinstance(index, fx.Node) and call.shapes.get(index) != call.before[:1]:
+        raise UnsupportedError("it looks up cells by an index")
+    if not isinstance(index, (fx.Node, int)) or any(part != slice(None) for part in parts[2:]):
+        raise UnsupportedError("it looks up cells by an index")
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        x, given = args
+        taken: Tensor = x[torch.arange(where.rows, device=x.device), given[1]]
+        return taken
+
+    inputs = {parts[0]: Tap((None,)), call.source: Tap((0,))}
+    return Step(inputs | ({index: Tap((0,))} if isinstance(index, fx.Node) else {}), run)
 
 
 def _index_select(call: Call) -> Step:
@@ -474,6 +514,8 @@ def _einsum(call: Call) -> Step:
     inputs: dict[fx.Node, Tap] = {}
     for letters, source in zip(given, operands, strict=True):
         shape = call.shapes[source]
+        if any(letters.count(result[axis]) > 1 for axis in call.axes):
+            raise UnsupportedError("it takes a diagonal")
         axes: Axes = tuple(
             letters.index(result[axis])
             if result[axis] in letters and shape[letters.index(result[axis])] == call.shape[axis]
@@ -811,7 +853,7 @@ _register(_along(1, -1), "glu")
 _register(_along(2, 1), "normalize")
 _register(_over_channels, "local_response_norm", "channel_shuffle")
 _register(_along(2), "roll")
-_register(_along(1), "flip")
+_register(_flip, "flip")
 _register(
     _reduce,
     *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "std", "var", "var_mean", "std_mean"),
