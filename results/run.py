@@ -19,8 +19,8 @@ from rich.console import Console
 from search import Settings, Stage
 
 import textures
+from backdrop.experiments import live
 from backdrop.experiments.records import Record
-from backdrop.experiments.study import live
 from backdrop.experiments.study.archive import Archive, pack
 from backdrop.experiments.study.crew import Crew
 from backdrop.experiments.study.plan import Spec, all_settings, describe, threads_for

@@ -18,8 +18,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed")
 import backdrop.experiments.commands
 import backdrop.placement.command
 from backdrop import cli
-from backdrop.experiments import cache, fetch, train
-from backdrop.experiments import task as tasks
+from backdrop.experiments import cache, fetch, tasks, train
 from backdrop.experiments.study import crew
 from backdrop.experiments.study import plan as plan_module
 from backdrop.experiments.study.archive import pack
@@ -89,7 +88,7 @@ def test_run_and_tune_run_the_file_that_is_named(tmp_path):
     run("run", task, "--seeds", "1", "--set", "p=0")
     assert mark.exists()
     tasks.NAMED.clear()
-    del sys.modules[next(name for name in sys.modules if name.startswith("backdrop_task_") and mark_of(name) == mark)]
+    del sys.modules[next(name for name in sys.modules if name.startswith("backdrop_named_") and mark_of(name) == mark)]
     mark.unlink()
     run("tune", task, "--trials", "1")
     assert mark.exists()
@@ -335,7 +334,7 @@ def test_every_line_of_the_page_has_a_test():
     assert len(promised) == 2
     defined = {
         name
-        for path in (ROOT / "tests").glob("test_*.py")
+        for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     for section in promised:

@@ -22,7 +22,7 @@ from backdrop.experiments.study.plan import plan
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
-from backdrop.experiments.task import find_task
+from backdrop.experiments.tasks import find_task
 from backdrop.experiments.train import Options, told
 from spawned import CONTEXT, DEADLINE, Command, wait_until
 from tiny_task import FILE, noted

@@ -27,7 +27,7 @@ from backdrop.experiments.study.plan import again, check_extends, plan
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
-from backdrop.experiments.task import find_task
+from backdrop.experiments.tasks import find_task
 from backdrop.experiments.train import Options
 from postgres import database, server  # noqa: F401
 from spawned import CONTEXT, DEADLINE

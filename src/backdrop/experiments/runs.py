@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record, checked
 from backdrop.experiments.report import wording
 from backdrop.experiments.settings import build
-from backdrop.experiments.study import live, lookup, remains
+from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
@@ -25,7 +26,7 @@ from backdrop.experiments.study.plan import Readable, Spec, check_name, check_tr
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
-from backdrop.experiments.task import reference
+from backdrop.experiments.tasks import reference
 from backdrop.experiments.train import Options, check_device, fit
 
 __all__ = ["Place", "join", "mend", "run", "show", "tune"]
