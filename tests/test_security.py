@@ -19,8 +19,8 @@ import backdrop.experiments.commands
 import backdrop.placement.command
 from backdrop import cli
 from backdrop.experiments import cache, fetch, tasks, train
-from backdrop.experiments.study import crew
 from backdrop.experiments.study import plan as plan_module
+from backdrop.experiments.study import workers
 from backdrop.experiments.study.archive import pack
 from backdrop.experiments.study.plan import plan
 from backdrop.experiments.study.storage import open_storage
@@ -255,14 +255,18 @@ def test_workers_do_not_import_from_the_current_folder(tmp_path, monkeypatch):
         raise OSError("enough is seen")
 
     with monkeypatch.context() as patched:
-        patched.setattr(crew.subprocess, "Popen", start)
+        patched.setattr(workers.subprocess, "Popen", start)
         with pytest.raises(OSError, match="enough is seen"):
-            crew.Crew("journal.log", "tiny", tmp_path, Options(accelerator="cpu"), count=1, say=print)
+            workers.Workers("journal.log", "tiny", tmp_path, Options(accelerator="cpu"), count=1, say=print)
     (command,) = started
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert "JSONDecodeError" in done.stderr  # it has begun, and got no order
     assert not mark.exists()
-    command = [sys.executable, "-m", "backdrop.experiments.study.crew"]  # what finds modules here, so the test is one
+    command = [
+        sys.executable,
+        "-m",
+        "backdrop.experiments.study.workers",
+    ]  # finds modules here: the test is one
     assert subprocess.run(command, env=environment, capture_output=True, stdin=subprocess.DEVNULL).returncode == 3
     assert mark.exists()
 

@@ -9,7 +9,7 @@ from lightning.fabric import fabric
 
 import backdrop.experiments.commands
 import backdrop.experiments.report.tables
-import backdrop.experiments.study.crew
+import backdrop.experiments.study.workers
 from backdrop.cli import app
 from backdrop.experiments import runs  # noqa: F401
 from backdrop.experiments.study import plan

@@ -18,6 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
+from backdrop._core import files
 from backdrop._core.files import locked
 from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.logs import log_event
@@ -194,7 +195,7 @@ def _hold_lock(path, ready):
 
 
 def test_a_system_without_such_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "fcntl", None)
+    monkeypatch.setattr(files, "fcntl", None)
     path = tmp_path / "journal.log"
     opened = JournalStorage(journal.Journal(path))
     assert opened.create_new_study([StudyDirection.MAXIMIZE], "one") == 0
@@ -505,7 +506,7 @@ def test_a_worker_whose_trial_was_taken_records_nothing(begun, tmp_path, note):
 
 
 def test_signs_of_life_come_with_progress(begun, tmp_path, monkeypatch):
-    monkeypatch.setattr(alive, "BEAT", 0.01)
+    monkeypatch.setattr(alive, "HEARTBEAT", 0.01)
     seen = []
 
     def look(key, row):

@@ -249,11 +249,11 @@ def _work(study: Study, home: Path, options: Options, workers: int, *, task: str
         if workers == 1:
             work(study, home, options, task=task, wait=wait, on_progress=display.on_progress)
             return
-        from backdrop.experiments.study.crew import Crew
+        from backdrop.experiments.study.workers import Workers
 
         orders: Mapping[str, Any] = {"task": task, "wait": wait, "count": workers, "say": display.say}
-        with Crew(study.storage.given, study.name, home, options, **orders) as crew:
-            ended = crew.wait()
+        with Workers(study.storage.given, study.name, home, options, **orders) as processes:
+            ended = processes.wait()
         if any(ended):  # they have waited for a storage that is away as long as it makes sense
             study.storage.hurry()
     remains.sweep(home, study.folders_done())
