@@ -18,6 +18,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # New random examples; what fails is printed with the command that tries it again. make fuzz FUZZ='--seconds 60'
 FUZZ ?= --examples 50000

@@ -11,10 +11,10 @@ import shutil
 import statistics
 from pathlib import Path
 
+import claims
 from matplotlib.figure import Figure
 
 from backdrop.experiments.report import drawing, tables, wording
-from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.report.write import markdown_table, write_report
 from backdrop.experiments.study.archive import Archive
@@ -75,7 +75,7 @@ def claims_table():
     rows = []
     for name, task in TASKS.items():
         where = f"[{name}](#{name})"
-        for claim in CLAIMS[name](Results(task, study(name).records())):
+        for claim in claims.CLAIMS[name](Results(task, study(name).records())):
             verdict = VERDICTS.get(claim.verdict, claim.verdict)
             rows.append([where, claim.claim, claim.paper, claim.here, verdict])
     return table(["where", "claim", "the paper", "here", "verdict"], rows, words=5)
@@ -283,7 +283,8 @@ def main():
         folder, found = ROOT / "results" / name, study(name)
         command = again(found.name, found.spec, found.records())
         for kind in ("md", "csv"):
-            write_report(task, found.name, found.records(), folder / f"report.{kind}", format=kind, command=command)
+            path, more = folder / f"report.{kind}", {"command": command, "claims": claims.table}
+            write_report(task, found.name, found.records(), path, format=kind, **more)
         for kind in ("metric", "accuracy", "loss-ratio"):
             for picture in folder.glob(f"report-{kind}*.png"):
                 shutil.copyfile(picture, IMAGES / picture.name.replace(f"report-{kind}", f"results-{name}"))

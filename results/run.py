@@ -19,13 +19,13 @@ from rich.console import Console
 from search import Settings, Stage
 
 import textures
+from backdrop.experiments import live
 from backdrop.experiments.records import Record
-from backdrop.experiments.study import live
 from backdrop.experiments.study.archive import Archive, pack
-from backdrop.experiments.study.crew import Crew
 from backdrop.experiments.study.plan import Spec, all_settings, describe, threads_for
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
+from backdrop.experiments.study.workers import Workers
 from backdrop.experiments.task import trial_key
 from backdrop.experiments.tasks import TASKS
 from backdrop.experiments.train import Options
@@ -79,9 +79,9 @@ def train(study: Study, home: Path, options: Options, workers: int, seconds: int
     with (
         contextlib.suppress(TimeoutError),
         live.Display(study, Console(stderr=True)) as display,
-        Crew(study.storage.given, study.name, home, options, count=workers, say=display.say) as crew,
+        Workers(study.storage.given, study.name, home, options, count=workers, say=display.say) as processes,
     ):
-        crew.wait()
+        processes.wait()
     signal.alarm(0)
 
 

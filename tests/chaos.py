@@ -172,7 +172,7 @@ def _command(args, output, doom, machine):
     from backdrop.cli import app
     from backdrop.experiments.study import alive, worker
 
-    alive.GRACE, alive.BEAT, worker.POLL = GRACE, BEAT, 0.05
+    alive.GRACE, alive.HEARTBEAT, worker.POLL = GRACE, BEAT, 0.05
     with contextlib.suppress(ImportError):
         from backdrop.experiments.study import database
 

@@ -12,8 +12,8 @@ pytest.importorskip("optuna", reason="Optuna is not installed")
 
 import backdrop.experiments.commands  # noqa: F401
 from backdrop import cli
+from backdrop.experiments import live, runs
 from backdrop.experiments.records import Record
-from backdrop.experiments.study import live, runs
 from backdrop.experiments.study import plan as plan_module
 from backdrop.experiments.study.lookup import open_study
 from backdrop.experiments.study.plan import plan

@@ -1,5 +1,6 @@
 """The package as a user meets it: its imports and its documentation."""
 
+import ast
 import csv
 import json
 import re
@@ -176,3 +177,19 @@ def test_the_page_on_choosing_shows_what_is_printed():
         backdrop.suggest(names["network"](), shape, sizes=[16, 40]),
     ):
         assert f"```text\n{words}\n```" in page
+
+
+def test_no_package_imports_the_private_names_of_another():
+    """What begins with an underscore is known in its own package alone, and `backdrop._core` in all of ours."""
+    source, found = ROOT / "src", []
+    for path in sorted(source.rglob("*.py")):
+        own = path.relative_to(source).with_suffix("").parts
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = [*(node.module or "").split(".")] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            for name in names:
+                parts = (*where, *name.split("."))
+                owners = [parts[:i] for i, part in enumerate(parts) if re.match(r"_(?!_)", part)]
+                if parts[0] == "backdrop" and any(own[: len(owner)] != owner for owner in owners):
+                    found.append(f"{path.relative_to(source)}, line {node.lineno}: {'.'.join(parts)}")
+    assert not found

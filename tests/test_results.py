@@ -32,13 +32,15 @@ def script(name):
 
 @pytest.fixture(scope="module")
 def make():
-    return script("make")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "results")  # as for a script there
+        return script("make")
 
 
 @pytest.fixture(scope="module")
 def run():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "results")  # as for a script there
+        patch.syspath_prepend(ROOT / "results")
         return script("run")
 
 

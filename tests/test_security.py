@@ -18,10 +18,9 @@ pytest.importorskip("optuna", reason="Optuna is not installed")
 import backdrop.experiments.commands
 import backdrop.placement.command
 from backdrop import cli
-from backdrop.experiments import cache, fetch, train
-from backdrop.experiments import task as tasks
-from backdrop.experiments.study import crew
+from backdrop.experiments import cache, fetch, tasks, train
 from backdrop.experiments.study import plan as plan_module
+from backdrop.experiments.study import workers
 from backdrop.experiments.study.archive import pack
 from backdrop.experiments.study.plan import plan
 from backdrop.experiments.study.storage import open_storage
@@ -89,7 +88,7 @@ def test_run_and_tune_run_the_file_that_is_named(tmp_path):
     run("run", task, "--seeds", "1", "--set", "p=0")
     assert mark.exists()
     tasks.NAMED.clear()
-    del sys.modules[next(name for name in sys.modules if name.startswith("backdrop_task_") and mark_of(name) == mark)]
+    del sys.modules[next(name for name in sys.modules if name.startswith("backdrop_named_") and mark_of(name) == mark)]
     mark.unlink()
     run("tune", task, "--trials", "1")
     assert mark.exists()
@@ -256,14 +255,18 @@ def test_workers_do_not_import_from_the_current_folder(tmp_path, monkeypatch):
         raise OSError("enough is seen")
 
     with monkeypatch.context() as patched:
-        patched.setattr(crew.subprocess, "Popen", start)
+        patched.setattr(workers.subprocess, "Popen", start)
         with pytest.raises(OSError, match="enough is seen"):
-            crew.Crew("journal.log", "tiny", tmp_path, Options(accelerator="cpu"), count=1, say=print)
+            workers.Workers("journal.log", "tiny", tmp_path, Options(accelerator="cpu"), count=1, say=print)
     (command,) = started
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert "JSONDecodeError" in done.stderr  # it has begun, and got no order
     assert not mark.exists()
-    command = [sys.executable, "-m", "backdrop.experiments.study.crew"]  # what finds modules here, so the test is one
+    command = [
+        sys.executable,
+        "-m",
+        "backdrop.experiments.study.workers",
+    ]  # finds modules here: the test is one
     assert subprocess.run(command, env=environment, capture_output=True, stdin=subprocess.DEVNULL).returncode == 3
     assert mark.exists()
 

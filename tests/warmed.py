@@ -9,10 +9,11 @@ from lightning.fabric import fabric
 
 import backdrop.experiments.commands
 import backdrop.experiments.report.tables
-import backdrop.experiments.study.crew
+import backdrop.experiments.study.workers
 from backdrop.cli import app
-from backdrop.experiments.study import plan, runs  # noqa: F401
-from backdrop.experiments.task import find_task
+from backdrop.experiments import runs  # noqa: F401
+from backdrop.experiments.study import plan
+from backdrop.experiments.tasks import find_task
 from tiny_task import FILE
 
 find_task(FILE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +11,12 @@ try:
     from rich.table import Table
     from rich.text import Text
     from typer.core import TyperCommand
+
+    from backdrop._app import App, app
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; the command needs: pip install 'torch-backdrop[experiments]'") from None
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Stochastic backpropagation: the experiments of the paper."
-)
-data = typer.Typer(no_args_is_help=True, help="The data sets: get them, see what is there.")
+data = App(no_args_is_help=True, help="The data sets: get them, see what is there.")
 app.add_typer(data, name="data")
 
 Root = Annotated[
@@ -77,39 +74,38 @@ def textures(
     The paper's test set: backdrop textures --small 9.5 10 --large 80 140 --per-class 25 --split test --out DIR
     """
     console = Console(stderr=True)
-    with errors_in_red():
-        from rich.progress import track
+    from rich.progress import track
 
-        from backdrop._core.checks import check_size
-        from backdrop.experiments.generate import generate
-        from backdrop.textures import plot
-        from backdrop.textures.texture import split_seed
+    from backdrop._core.checks import check_size
+    from backdrop.experiments.generate import generate
+    from backdrop.textures import plot
+    from backdrop.textures.texture import split_seed
 
-        groups = [_numbers(text) for text in (small, *(scale or ()), large) if text is not None]
-        if not groups:
-            raise ValueError("at least one scale is needed: --small, --scale or --large, with one or more lengths")
-        pixels = [int(number) if number.is_integer() else number for number in _numbers(size)]
-        shape = check_size(pixels * 2 if len(pixels) == 1 else pixels)  # type: ignore[arg-type]
-        if preview is not None:
-            _check_preview(preview.expanduser())
-        classes = generate(
-            out,
-            groups,
-            per_class=per_class,
-            size=shape,
-            seed=seed,
-            split=split,
-            weights=None if weights is None else _numbers(weights),
-            combine=combine,  # type: ignore[arg-type]  # checked there
-            patchwork=patchwork,
-            periodic=periodic,
-            device=device,
-            force=force,
-            progress=lambda indices: track(indices, "drawing", console=console),
-            say=lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False),
-        )
-        if preview is not None:
-            plot(classes, shape, seed=split_seed(seed, split), periodic=periodic, path=preview.expanduser())
+    groups = [_numbers(text) for text in (small, *(scale or ()), large) if text is not None]
+    if not groups:
+        raise ValueError("at least one scale is needed: --small, --scale or --large, with one or more lengths")
+    pixels = [int(number) if number.is_integer() else number for number in _numbers(size)]
+    shape = check_size(pixels * 2 if len(pixels) == 1 else pixels)  # type: ignore[arg-type]
+    if preview is not None:
+        _check_preview(preview.expanduser())
+    classes = generate(
+        out,
+        groups,
+        per_class=per_class,
+        size=shape,
+        seed=seed,
+        split=split,
+        weights=None if weights is None else _numbers(weights),
+        combine=combine,  # type: ignore[arg-type]  # checked there
+        patchwork=patchwork,
+        periodic=periodic,
+        device=device,
+        force=force,
+        progress=lambda indices: track(indices, "drawing", console=console),
+        say=lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False),
+    )
+    if preview is not None:
+        plot(classes, shape, seed=split_seed(seed, split), periodic=periodic, path=preview.expanduser())
 
 
 def _check_preview(path: Path) -> None:
@@ -142,19 +138,17 @@ def fetch(
 
     Nothing in an archive is run or unpacked onto the disk.
     """
-    with errors_in_red():
-        from backdrop.experiments import data as data_sets
+    from backdrop.experiments import data as data_sets
 
-        data_sets.fetch(name, root, source=source, force=force)
+    data_sets.fetch(name, root, source=source, force=force)
 
 
 @data.command()
 def info(root: Root = None) -> None:
     """Show which data sets are there, and whether their files are as they were fetched."""
-    with errors_in_red():
-        from backdrop.experiments import data as data_sets
+    from backdrop.experiments import data as data_sets
 
-        found = data_sets.info(root)
+    found = data_sets.info(root)
     table = Table()
     for heading in ("name", "images", "size on disk", "source", "verified", "path"):
         table.add_column(heading, overflow="fold")
@@ -169,21 +163,6 @@ def info(root: Root = None) -> None:
     for row in found:
         if row.problem:
             console.print(Text(row.problem, "red" if row.present else ""), soft_wrap=True)
-
-
-@contextlib.contextmanager
-def errors_in_red() -> Iterator[None]:
-    """What a user can do something about is said in one message, without a traceback."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        problem = f"{error}; it comes with: pip install 'torch-backdrop[experiments]'"
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
-        problem = str(error)
-    else:
-        return
-    Console(stderr=True).print(Text(problem, "red"), soft_wrap=True)
-    raise typer.Exit(1)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from backdrop._core import files
 from backdrop.experiments import cache, data, fetch, sources
 from backdrop.experiments.archives import ArchiveError
 from backdrop.experiments.cache import CacheError
@@ -202,7 +203,7 @@ def test_two_at_once_fetch_once(tmp_path, monkeypatch):
         results.append(data.fetch("cifar10", tmp_path, progress=False))
 
     real, first, second = fcntl.flock, threading.Thread(target=work), threading.Thread(target=work)
-    monkeypatch.setattr(fetch.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     with Server(answer) as server:
         use_cifar10(monkeypatch, b"", content, (CLOSED, server.url))
         first.start()

@@ -14,6 +14,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed")
 from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 
+from backdrop._core import files
 from backdrop.experiments import checkpoint
 from backdrop.experiments.study import alive, journal, remains
 from backdrop.experiments.study.alive import Watch, identity, is_dead
@@ -22,13 +23,13 @@ from backdrop.experiments.study.plan import plan
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
-from backdrop.experiments.task import find_task
+from backdrop.experiments.tasks import find_task
 from backdrop.experiments.train import Options, told
 from spawned import CONTEXT, DEADLINE, Command, wait_until
 from tiny_task import FILE, noted
 
 OPTIONS = Options(accelerator="cpu")
-needs_flock = pytest.mark.skipif(journal.fcntl is None, reason="there are no locks that end with their process")
+needs_flock = pytest.mark.skipif(files.fcntl is None, reason="there are no locks that end with their process")
 
 
 def state(pid):
@@ -147,7 +148,7 @@ def test_a_journal_that_cannot_be_had_is_an_error_in_the_end(tmp_path, monkeypat
     monkeypatch.setattr(alive, "GRACE", 0.05)
     monkeypatch.setattr(journal.Journal, "_take_over", lambda self, old: None)
     with path.open("rb") as file:
-        journal.fcntl.flock(file, journal.fcntl.LOCK_EX)
+        files.fcntl.flock(file, files.fcntl.LOCK_EX)
         with pytest.raises(OSError, match=r"has been locked for \d+ seconds, by a process that may have been stopped"):
             opened.create_new_study([StudyDirection.MAXIMIZE], "one")
     assert opened.create_new_study([StudyDirection.MAXIMIZE], "one") == 0
@@ -156,11 +157,11 @@ def test_a_journal_that_cannot_be_had_is_an_error_in_the_end(tmp_path, monkeypat
 @needs_flock
 def test_a_lock_lets_one_in_and_others_when_they_waited_long_enough(tmp_path):
     path = tmp_path / "lock"
-    with journal.held(path, 0.0) as first, journal.held(path, 0.1) as second:
+    with files.held(path, 0.0) as first, files.held(path, 0.1) as second:
         assert (first, second) == (True, False)
         assert path.exists()
     assert not path.exists()
-    with pytest.raises(KeyError), journal.held(path, 0.0):
+    with pytest.raises(KeyError), files.held(path, 0.0):
         raise KeyError
     assert not path.exists()
 

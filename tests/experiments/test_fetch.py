@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from backdrop._core import files
+from backdrop._core.files import held
 from backdrop.experiments import fetch
-from backdrop.experiments.fetch import CHUNK, Archive, DownloadError, checksum, download, forget, lock, npm_tarball
+from backdrop.experiments.fetch import CHUNK, Archive, DownloadError, checksum, download, forget, npm_tarball
 from outside import Server, send, serve
 
 CONTENT = random.Random(0).randbytes(3_000_000)
@@ -295,12 +297,12 @@ def test_a_lock_lets_in_one_after_the_other(tmp_path):
 
     def work(number):
         nonlocal entered
-        with lock(path, waiting=lambda: waited.add(number)):
+        with held(path, waiting=lambda: waited.add(number)):
             assert inside.acquire(blocking=False)  # or pytest reports that a thread failed
             entered += 1
             inside.release()
 
-    with lock(path, waiting=lambda: None):
+    with held(path, waiting=lambda: None):
         threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
         for thread in threads:
             thread.start()
@@ -310,7 +312,7 @@ def test_a_lock_lets_in_one_after_the_other(tmp_path):
         thread.join()
     assert entered == 8
     assert not path.exists()
-    with contextlib.suppress(KeyError), lock(path, waiting=lambda: None):
+    with contextlib.suppress(KeyError), held(path, waiting=lambda: None):
         raise KeyError
     assert not path.exists()
 
@@ -318,17 +320,17 @@ def test_a_lock_lets_in_one_after_the_other(tmp_path):
 def test_a_lock_on_a_file_that_was_removed_counts_for_nothing(tmp_path):
     pytest.importorskip("fcntl")
     path, first, third, seen = tmp_path / "lock", contextlib.ExitStack(), contextlib.ExitStack(), []
-    first.enter_context(lock(path, waiting=lambda: None))
+    first.enter_context(held(path, waiting=lambda: None))
 
     def waiting():
         seen.append("waiting")
         if len(seen) == 1:  # the first leaves and another comes in before the second gets its turn
             first.close()
-            third.enter_context(lock(path, waiting=lambda: None))
+            third.enter_context(held(path, waiting=lambda: None))
         else:
             third.close()
 
-    with lock(path, waiting):
+    with held(path, waiting=waiting):
         seen.append("inside")
     assert seen == ["waiting", "waiting", "inside"]
 
@@ -340,10 +342,10 @@ def test_without_locks_everyone_is_let_in(tmp_path, monkeypatch, failure):
         def flock(*_):
             raise failure
 
-        monkeypatch.setattr(fetch.fcntl, "flock", flock)
+        monkeypatch.setattr(files.fcntl, "flock", flock)
     else:
-        monkeypatch.setattr(fetch, "fcntl", None)
-    with lock(tmp_path / "lock", waiting=lambda: None), lock(tmp_path / "lock", waiting=lambda: None):
+        monkeypatch.setattr(files, "fcntl", None)
+    with held(tmp_path / "lock", waiting=lambda: None), held(tmp_path / "lock", waiting=lambda: None):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 
 import made_up
+from backdrop.experiments import live
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import headline
 from backdrop.experiments.report import write as report
@@ -28,7 +29,6 @@ from backdrop.experiments.report.figures import pictures
 from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.write import write_report
-from backdrop.experiments.study import live
 from backdrop.experiments.study.archive import Archive, pack
 from backdrop.experiments.study.plan import again, plan
 from backdrop.experiments.task import Task

@@ -18,6 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.study import StudyDirection
 from sqlalchemy.exc import SQLAlchemyError
 
+from backdrop._core import files
 from backdrop._core.files import locked
 from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.logs import log_event
@@ -27,7 +28,7 @@ from backdrop.experiments.study.plan import again, check_extends, plan
 from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
-from backdrop.experiments.task import find_task
+from backdrop.experiments.tasks import find_task
 from backdrop.experiments.train import Options
 from postgres import database, server  # noqa: F401
 from spawned import CONTEXT, DEADLINE
@@ -194,7 +195,7 @@ def _hold_lock(path, ready):
 
 
 def test_a_system_without_such_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "fcntl", None)
+    monkeypatch.setattr(files, "fcntl", None)
     path = tmp_path / "journal.log"
     opened = JournalStorage(journal.Journal(path))
     assert opened.create_new_study([StudyDirection.MAXIMIZE], "one") == 0
@@ -520,7 +521,7 @@ def test_a_worker_whose_trial_was_taken_records_nothing(begun, tmp_path, note):
 
 
 def test_signs_of_life_come_with_progress(begun, tmp_path, monkeypatch):
-    monkeypatch.setattr(alive, "BEAT", 0.01)
+    monkeypatch.setattr(alive, "HEARTBEAT", 0.01)
     seen = []
 
     def look(key, row):

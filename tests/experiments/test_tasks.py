@@ -16,8 +16,8 @@ from backdrop.experiments import data
 from backdrop.experiments.image_tasks import hold_out
 from backdrop.experiments.report.statistics import CHOSEN
 from backdrop.experiments.settings import build
-from backdrop.experiments.task import Examples, find_preset, find_task, product, reference
-from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS, Latent, Ponce
+from backdrop.experiments.task import Examples, find_preset, product
+from backdrop.experiments.tasks import AUC, CIFAR10, GP, TASKS, Latent, Ponce, find_task, reference
 from backdrop.losses import class_distance_loss
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from backdrop import Backdrop, Backdrop2d
+from backdrop._core import files
 from backdrop.experiments import checkpoint, data, train
 from backdrop.experiments.graphs import WARM, Recorded, RecordingError
 from backdrop.experiments.task import Examples, Preset, Settings, Task
@@ -334,7 +335,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.replace(path, fail)
+        files.replace(path, fail)
     assert [child.name for child in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"
 

@@ -1,10 +1,11 @@
-"""Files that are there whole or not at all, and lines that are."""
+"""Files that are there whole or not at all, lines that are, and locks that end with their process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -14,16 +15,27 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 CHUNK = 1 << 16
+PAUSE = 0.02  # seconds between two attempts to get a lock
+
+
+def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file beside its place and then moves it there; if that fails, what was there stays."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with fresh.open("wb") as file:
+            write(file)
+        fresh.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
 
 
 def put(path: Path, content: bytes, what: str) -> None:
-    """Write a file, in place of one that is there; `what` it is, for an error."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    """Writes a file, in place of one that is there; `what` it is, for an error."""
     try:
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        replace(path, lambda file: file.write(content))
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise OSError(error.errno, f"{what} cannot be written: {error.strerror}", str(path)) from error
 
 
@@ -65,3 +77,71 @@ def cut(file: IO[bytes]) -> None:
             break
     if end < size:
         file.truncate(end)
+
+
+@contextlib.contextmanager
+def held(path: Path, patience: float | None = None, waiting: Callable[[], object] = lambda: None) -> Iterator[bool]:
+    """A lock that lets one process in at a time and ends with it, however that ends; its file goes with it.
+
+    Args:
+        path: of the lock's file.
+        patience: seconds to wait for whoever has it. After that the block runs without it, told False. By default as
+            long as it takes.
+        waiting: is called before that wait without an end.
+    """
+    end = time.monotonic() + (patience or 0.0)
+    while True:
+        with path.open("ab") as file:
+            taken = try_lock(file)
+            if not taken and patience is None and fcntl is not None:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+                taken = True
+            if taken:
+                if not is_at(path, file):  # removed by whoever had it, and others may have made a new one
+                    continue
+                try:
+                    yield True
+                finally:
+                    with contextlib.suppress(OSError):  # Windows does not remove open files
+                        path.unlink()
+                return
+        if time.monotonic() >= end:
+            yield False
+            return
+        time.sleep(PAUSE)
+
+
+def try_lock(file: IO[bytes]) -> bool:
+    """Whether the lock of this file is ours now; True as well where there are no such locks."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether this is still the file that lies there."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def has_locks(path: Path) -> bool:
+    """Whether this system and this file system have locks that end with their process."""
+    if fcntl is None:
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return True

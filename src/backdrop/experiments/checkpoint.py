@@ -6,22 +6,22 @@ A checkpoint and a result carry a checksum of what they hold. One that does not 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from backdrop._core.files import replace
 from backdrop.experiments.task import trial_key
 
-__all__ = ["Unusable", "load", "read_result", "replace", "save", "save_weights", "write_log", "write_result"]
+__all__ = ["Unusable", "load", "read_result", "save", "save_weights", "write_log", "write_result"]
 
 HEAD = b"backdrop checkpoint 1 sha256:"
 STATE = (
@@ -165,16 +165,3 @@ def _result_problem(found: Any) -> str | None:
 
 def _checksum(result: Mapping[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()}"
-
-
-def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file beside its place and then moves it there; if that fails, what was there stays."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with fresh.open("wb") as file:
-            write(file)
-        fresh.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from backdrop.cli import app, errors_in_red
+from backdrop._app import app
 
 if TYPE_CHECKING:
     from backdrop.experiments.train import Options
@@ -101,8 +101,8 @@ def run(
     data_root: DataRoot = None,
 ) -> None:
     """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
-    with _resumable(), errors_in_red():
-        from backdrop.experiments.study import runs
+    with _resumable():
+        from backdrop.experiments import runs
 
         options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
@@ -135,8 +135,8 @@ def tune(
     data_root: DataRoot = None,
 ) -> None:
     """Search for mask probabilities, learning rate and weight decay, judged on validation data."""
-    with _resumable(), errors_in_red():
-        from backdrop.experiments.study import runs
+    with _resumable():
+        from backdrop.experiments import runs
 
         options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         given = [*(set_ or []), *_named(precision=precision, skip=skip)]
@@ -166,8 +166,8 @@ def worker(
 
     A study of a task of your own needs --task: a file is not run because a study names it.
     """
-    with _resumable(), errors_in_red():
-        from backdrop.experiments.study import runs
+    with _resumable():
+        from backdrop.experiments import runs
 
         options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
         place = runs.Place(folder.expanduser(), study, storage)
@@ -183,8 +183,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show how far studies are. Nothing of a study is run."""
-    with errors_in_red(), contextlib.suppress(KeyboardInterrupt):
-        from backdrop.experiments.study import runs
+    with contextlib.suppress(KeyboardInterrupt):
+        from backdrop.experiments import runs
 
         while True:
             runs.show(study, storage, folder.expanduser(), as_json=as_json, clear=watch)
@@ -205,10 +205,9 @@ def repair(
     Results come from the lines that can be read, from the trials' result.json and from the study's log. The old journal
     is kept beside the new one. Stop all workers first. Nothing of the study is run.
     """
-    with errors_in_red():
-        from backdrop.experiments.study import runs
+    from backdrop.experiments import runs
 
-        runs.mend(study, folder.expanduser())
+    runs.mend(study, folder.expanduser())
 
 
 @app.command()
@@ -223,33 +222,44 @@ def report(
         Path | None, typer.Option(help="A file or a folder. Else the study's folder.", show_default=False)
     ] = None,
     task: Own = None,
+    claims: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="A function that says what others claim of such a study, and whether it holds; it is run. The paper's "
+            "are results/claims.py:table.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Turn a study into a page, a text, tables or pictures.
 
     Nothing of the study is run: its records are all that is needed. With --task the report also knows the presets of a
     task of your own.
     """
-    with errors_in_red():
-        from backdrop.experiments.report.write import write_report
-        from backdrop.experiments.study.lookup import open_study
-        from backdrop.experiments.study.plan import again
+    from backdrop.experiments.report.write import write_report
+    from backdrop.experiments.study.lookup import open_study
+    from backdrop.experiments.study.plan import again
+    from backdrop.experiments.tasks import find_claims
 
-        folder = folder.expanduser()
-        with open_study(study, storage, folder) as found:
-            home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
-            home = home.parent if home.is_file() else home
-            kind, records = found.spec.shown_task(task), found.records()
-            files = write_report(
-                kind,
-                found.name,
-                records,
-                out or home,
-                format=format_,  # type: ignore[arg-type]  # checked there
-                command=again(found.name, found.spec, records, kind),
-                spec=found.spec,
-            )
-        for path in files:
-            print(path)
+    judge = None if claims is None else find_claims(claims)
+    folder = folder.expanduser()
+    with open_study(study, storage, folder) as found:
+        home = folder / study if storage is not None or (folder / study).is_dir() else Path(study)
+        home = home.parent if home.is_file() else home
+        kind, records = found.spec.shown_task(task), found.records()
+        files = write_report(
+            kind,
+            found.name,
+            records,
+            out or home,
+            format=format_,  # type: ignore[arg-type]  # checked there
+            command=again(found.name, found.spec, records, kind),
+            spec=found.spec,
+            claims=judge,
+        )
+    for path in files:
+        print(path)
 
 
 def _options(

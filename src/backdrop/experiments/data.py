@@ -26,8 +26,9 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from backdrop._core.files import held
 from backdrop.experiments import cache
-from backdrop.experiments.fetch import forget, lock
+from backdrop.experiments.fetch import forget
 from backdrop.experiments.sources import DATA_SETS, fetch_from_net, take
 
 __all__ = ["ImageSet", "Info", "cifar10", "fetch", "info", "uiuc"]
@@ -197,7 +198,7 @@ def fetch(
     new = not home.exists()
     home.mkdir(parents=True, exist_ok=True)
     waiting = partial(say, f"another process is fetching {name}: waiting for it")
-    with _gone_again(home if new else None), lock(home / f".{name}.lock", waiting):
+    with _gone_again(home if new else None), held(home / f".{name}.lock", waiting=waiting):
         if not force and _is_there(name, home, say):
             return home / name
         if source is None:

@@ -25,19 +25,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from rich import progress as bars
 from rich.console import Console
 
 import backdrop
 
-try:
-    import fcntl
-except ImportError:  # Windows: two processes that fetch at once spoil each other's download, and the checksum shows it
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["Archive", "DownloadError", "checksum", "download", "forget", "is_intact", "lock", "npm_tarball"]
+__all__ = ["Archive", "DownloadError", "checksum", "download", "forget", "is_intact", "npm_tarball"]
 
 TIMEOUT = 10.0  # seconds without a sign of life
 CHUNK = 1 << 18
@@ -103,7 +97,8 @@ def npm_tarball(package: str) -> str:
 def download(archive: Archive, folder: Path, *, progress: bool = True, timeout: float = TIMEOUT) -> Path:
     """The path of the archive in `folder`; what an earlier run has begun is continued if the server is able to.
 
-    For one process at a time: see `lock`.
+    For one process at a time, as `data.fetch` sees to. Where there are no locks, as on Windows, two spoil each other's
+    download, and the checksum shows it.
     """
     target, part = folder / archive.file, _part(folder, archive)
     if is_intact(target, archive.checksum):
@@ -210,38 +205,3 @@ def _bar(name: str, total: int | None, done: int, shown: bool) -> Iterator[Calla
     with bars.Progress(*columns, *speed, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(name, total=total, completed=done)
         yield lambda size: bar.advance(task, size)
-
-
-@contextlib.contextmanager
-def lock(path: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Lets one process in at a time. The lock ends with the process, however that ends; its file goes with it."""
-    held = False
-    while not held:
-        with path.open("a") as file:
-            _wait_for(file, waiting)
-            held = _is_at(path, file)  # else whoever held it has removed this file, and others may have made a new one
-            if held:
-                try:
-                    yield
-                finally:
-                    with contextlib.suppress(OSError):  # Windows does not remove open files
-                        path.unlink()
-
-
-def _wait_for(file: IO[str], waiting: Callable[[], object]) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        waiting()
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks is like Windows
-
-
-def _is_at(path: Path, file: IO[str]) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

@@ -21,8 +21,8 @@ import torch
 
 import backdrop
 from backdrop._core.checks import check_int, check_size
+from backdrop._core.files import held, replace
 from backdrop.experiments.cache import listed
-from backdrop.experiments.fetch import lock
 from backdrop.textures.sampler import Sampler
 from backdrop.textures.texture import PAPER_WEIGHTS, Combine, Progress, Texture, split_seed
 
@@ -85,7 +85,7 @@ def generate(
     target = Path(folder).expanduser().absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     guard = target.with_name(f".{target.name}.lock")
-    with lock(guard, waiting=lambda: say(f"another process writes {target}: waiting for it")):
+    with held(guard, waiting=lambda: say(f"another process writes {target}: waiting for it")):
         _check_target(target, force)
         partial = target.with_name(f".{target.name}.partial")
         _begin(partial, settings, force)
@@ -169,6 +169,4 @@ def _begin_images(path: Path, shape: tuple[int, ...]) -> int:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)
+    replace(path, lambda file: file.write(f"{json.dumps(content, indent=2)}\n".encode()))

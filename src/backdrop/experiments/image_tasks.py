@@ -18,7 +18,6 @@ from backdrop.experiments.settings import MOST, check_range
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, percent_right, product
 from backdrop.layers import Backdrop, Backdrop2d
 from backdrop.losses import class_distance_loss, rank_statistic_loss
-from backdrop.losses._batches import LEAST
 
 __all__ = ["AUC", "CIFAR10", "Latent", "Ponce"]
 
@@ -238,7 +237,7 @@ class AUCSettings(MaskedImageSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, LEAST["temperature"], math.inf, "temperature")
+        check_range(self, 1e-30, math.inf, "temperature")
 
 
 class AUC(Images):
@@ -314,7 +313,7 @@ class LatentSettings(ImageSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, LEAST["distance"], math.inf, "distance")
+        check_range(self, 0.0, math.inf, "distance")
 
 
 class Latent(Images):

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -232,67 +228,3 @@ def find_preset(task: type[Task], name: str) -> Preset:
             f"{parsing.nearest(str(name), task.presets)}"
         )
     return task.presets[name]
-
-
-NAMED: dict[str, type[Task]] = {}  # tasks of one's own that were named in this process, by `reference`
-
-
-def find_task(name: str) -> type[Task]:
-    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`.
-
-    This runs the module or the file, so the name has to come from the user, never from a file or a database.
-    """
-    from backdrop.experiments.tasks import TASKS
-
-    if name in TASKS:
-        return TASKS[name]
-    where, colon, which = name.rpartition(":")
-    if not colon or not where:
-        raise ValueError(
-            f"task has to be one of {', '.join(TASKS)}, or one of your own as MODULE:CLASS or FILE.py:CLASS, but got "
-            f"{name!r}{parsing.nearest(name, TASKS)}"
-        )
-    found = getattr(_module(where), which, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
-        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
-    NAMED[reference(found)] = found
-    return found
-
-
-def known_task(where: str, name: str) -> type[Task] | None:
-    """The task that a file names, by its place and its own name, if it is there already: nothing is run for it.
-
-    These are the tasks of the paper, and those that the user has named in this process.
-    """
-    from backdrop.experiments.tasks import TASKS
-
-    found = TASKS.get(where) or NAMED.get(where)
-    return found if found is not None and found.name == name else None
-
-
-def reference(task: type[Task]) -> str:
-    """What `find_task` finds this task by, also in another process."""
-    from backdrop.experiments.tasks import TASKS
-
-    return task.name if TASKS.get(task.name) is task else f"{Path(inspect.getfile(task)).resolve()}:{task.__qualname__}"
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    name = f"backdrop_task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name not in sys.modules:  # a class has to stay the same class
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]

@@ -1,4 +1,4 @@
-"""The five experiments of the paper's section 3.
+"""The five experiments of the paper's section 3, and how a task is found, also one of your own.
 
 | task | data | network | masks | section |
 |---|---|---|---|---|
@@ -14,23 +14,28 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from backdrop._core.named import run_file
 from backdrop.experiments import models
 from backdrop.experiments.image_tasks import AUC, CIFAR10, MOST_CHANNELS, MOST_PIXELS, Latent, Ponce, check_norm
 from backdrop.experiments.models import Norm
-from backdrop.experiments.settings import MOST, as_given, check_range
+from backdrop.experiments.settings import MOST, as_given, check_range, nearest
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, Task, percent_right, product
 from backdrop.layers import Backdrop2d
 from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureDataset
 
-__all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce"]
+__all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce", "find_claims", "find_task", "known_task", "reference"]
 
 # How textures are best trained without masks, by crop, and with (0.99, 0.94), on validation images (results/gp).
 PLAIN = {
@@ -203,3 +208,52 @@ class GP(Classification):
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GP, Ponce, CIFAR10, AUC, Latent)}
+
+NAMED: dict[str, type[Task]] = {}  # tasks of one's own that were named in this process, by `reference`
+
+
+def find_task(name: str) -> type[Task]:
+    """A task of the paper by its name, or one of your own by `module:Class` or `path/to/file.py:Class`.
+
+    This runs the module or the file, so the name has to come from the user, never from a file or a database.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    where, colon, which = name.rpartition(":")
+    if not colon or not where:
+        raise ValueError(
+            f"task has to be one of {', '.join(TASKS)}, or one of your own as MODULE:CLASS or FILE.py:CLASS, but got "
+            f"{name!r}{nearest(name, TASKS)}"
+        )
+    found = getattr(_module(where), which, None)
+    if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
+        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
+    NAMED[reference(found)] = found
+    return found
+
+
+def known_task(where: str, name: str) -> type[Task] | None:
+    """The task that a file names, by its place and its own name, if it is there already: nothing is run for it.
+
+    These are the tasks of the paper, and those that the user has named in this process.
+    """
+    found = TASKS.get(where) or NAMED.get(where)
+    return found if found is not None and found.name == name else None
+
+
+def reference(task: type[Task]) -> str:
+    """What `find_task` finds this task by, also in another process."""
+    return task.name if TASKS.get(task.name) is task else f"{Path(inspect.getfile(task)).resolve()}:{task.__qualname__}"
+
+
+def find_claims(name: str) -> Any:
+    """A function for the claims of a report, by `module:name` or `path/to/file.py:name`, which is run."""
+    where, colon, which = name.rpartition(":")
+    found = getattr(_module(where), which, None) if colon and where else None
+    if not callable(found):
+        raise ValueError(f"claims have to be a function, given as FILE.py:NAME, but {name!r} is {found!r}")
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    return run_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)

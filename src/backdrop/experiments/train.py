@@ -36,7 +36,8 @@ from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
 from backdrop.experiments.graphs import Recorded
 from backdrop.experiments.optimizers import load_state, make_optimizer, make_schedule
-from backdrop.experiments.task import Examples, Task, find_task, reference
+from backdrop.experiments.task import Examples, Task
+from backdrop.experiments.tasks import find_task, reference
 from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
 from backdrop.skip import Skip, skip_blocked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import inspect as python
 import re
 import sys
@@ -19,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from backdrop.cli import app, errors_in_red
+from backdrop._app import app
+from backdrop._core import named
 
 __all__ = ["find_model"]
 
@@ -64,28 +64,27 @@ def inspect(
 
     backdrop inspect my_nets.py:network --input 4,3,256,256 --out network.html
     """
-    with errors_in_red():
-        from backdrop.placement.inspection import check_path
-        from backdrop.placement.inspection import inspect as look_at
-        from backdrop.skip.statistics import check_statistics
+    from backdrop.placement.inspection import check_path
+    from backdrop.placement.inspection import inspect as look_at
+    from backdrop.skip.statistics import check_statistics
 
-        shape = _numbers("--input", input_, int, "1,3,224,224")
-        wanted = None if sizes is None else _numbers("--sizes", sizes, float, "16,256")
-        check_statistics(statistics)  # type: ignore[arg-type]
-        path = None if out is None else check_path(out)
-        found_model = find_model(model)
-        found = look_at(found_model, shape, statistics=statistics, device=device)  # type: ignore[arg-type]
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=max(200, console.width))  # a file or another program takes lines of any length
-        console.print(found.unfolded() if every else found)
-        if wanted is not None:
-            from backdrop.placement.suggest import suggest
+    shape = _numbers("--input", input_, int, "1,3,224,224")
+    wanted = None if sizes is None else _numbers("--sizes", sizes, float, "16,256")
+    check_statistics(statistics)  # type: ignore[arg-type]
+    path = None if out is None else check_path(out)
+    found_model = find_model(model)
+    found = look_at(found_model, shape, statistics=statistics, device=device)  # type: ignore[arg-type]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(200, console.width))  # a file or another program takes lines of any length
+    console.print(found.unfolded() if every else found)
+    if wanted is not None:
+        from backdrop.placement.suggest import suggest
 
-            console.print(Text(f"\n{suggest(found_model, shape, wanted)}"))
-        if path is not None:
-            found.save(path)
-            console.print(Text(str(path)), soft_wrap=True)
+        console.print(Text(f"\n{suggest(found_model, shape, wanted)}"))
+    if path is not None:
+        found.save(path)
+        console.print(Text(str(path)), soft_wrap=True)
 
 
 def find_model(name: str) -> nn.Module:
@@ -123,16 +122,10 @@ def _load(where: str) -> ModuleType:
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
         sys.path.insert(0, str(path.parent))  # it finds its neighbours, as if it were run
-        spec = importlib.util.spec_from_file_location(f"inspected_{path.stem}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where its classes look for themselves
         try:
-            spec.loader.exec_module(module)
+            return named.run_file(path)
         except Exception as error:
             raise _shown(error, problem) from None
-        return module
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(where)
@@ -150,7 +143,8 @@ def _shown(error: Exception, problem: str) -> RuntimeError:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not re.match(r"<frozen importlib|.*\bimportlib\b.__init__", frame.filename)
+        if frame.filename not in (__file__, named.__file__)
+        and not re.match(r"<frozen importlib|.*\bimportlib\b.__init__", frame.filename)
     ]
     lines = "".join([*traceback.format_list(frames[:3]), *traceback.format_exception_only(error)])
     return RuntimeError(f"{problem}:\n{lines.rstrip()}")

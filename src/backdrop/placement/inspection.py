@@ -149,6 +149,10 @@ class Inspection:
         same = groupby(self.rows, lambda row: (row.lattice, row.receptive_field, row.mask and row.name))
         return [Step(tuple(rows)) for _, rows in same]
 
+    def lines(self) -> list[Step]:
+        """What tables have a line for."""
+        return self.steps() if self.folded else [Step((row,)) for row in self.rows]
+
     def unfolded(self) -> Inspection:
         """The same with a line for every layer."""
         return replace(self, folded=False)

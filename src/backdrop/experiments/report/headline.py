@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.statistics import ENOUGH, Configuration, Estimate, Results
+from backdrop.experiments.tasks import TASKS
 
 __all__ = ["Tile", "counts", "sentence", "tiles"]
 
@@ -108,7 +108,7 @@ def tiles(results: Results) -> list[Tile]:
 
 
 def in_percent(results: Results, metric: str) -> bool:
-    return results.task.name in CLAIMS and metric in ("accuracy", "small", "large")
+    return results.task.name in TASKS and metric in ("accuracy", "small", "large")
 
 
 def gain_digits(results: Results) -> int:

@@ -1,4 +1,4 @@
-"""The numbers that the paper prints: its Table 2. Its figures have none; see `claims` for what it says of them."""
+"""The numbers that the paper prints: its Table 2. Its figures have none."""
 
 from __future__ import annotations
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.curves import last_value
 from backdrop.experiments.report.paper_results import GP_TABLE, TableRow
 from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite
 
-__all__ = ["Cell", "Table", "claims", "configurations", "failures", "gp_table", "machines", "metrics", "search"]
+__all__ = ["Cell", "Table", "configurations", "failures", "gp_table", "machines", "metrics", "search"]
 
 NOTHING = "\N{EN DASH}"
 MOST_TRIALS = 15
@@ -127,15 +126,6 @@ def gp_table(results: Results) -> Table | None:
     if not known.keys() <= set(shown):
         note += f" The paper has {len(GP_TABLE)} rows; those that are not in this study are left out."
     return Table(headings, rows, 1, note)
-
-
-def claims(results: Results) -> Table | None:
-    """What the paper says, and what the records say to it."""
-    if results.task.name not in CLAIMS or results.is_search:
-        return None
-    rows = [[Cell(c.claim), Cell(c.paper), Cell(c.here), Cell(c.verdict)] for c in CLAIMS[results.task.name](results)]
-    note = "In brackets: 95% bootstrap interval over seeds. The verdict is clear only if the interval excludes 0."
-    return Table(["claim", "the paper", "here", "agrees"], rows, 4, note)
 
 
 def search(results: Results) -> Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,6 @@ import backdrop
 from backdrop._core.files import put
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports, headline, tables, wording
-from backdrop.experiments.report.claims import CLAIMS
 from backdrop.experiments.report.curves import curves
 from backdrop.experiments.report.drawing import Picture
 from backdrop.experiments.report.figures import pictures
@@ -29,10 +28,12 @@ from backdrop.experiments.report.tables import Cell, Table
 from backdrop.experiments.study.archive import pack
 from backdrop.experiments.study.plan import Spec
 from backdrop.experiments.task import Task
+from backdrop.experiments.tasks import TASKS
 
 __all__ = ["Format", "markdown_table", "write_report"]
 
 Format = Literal["html", "md", "csv", "png", "json"]
+Claims = Callable[[Results], Table | None]
 FORMATS = ("html", "md", "csv", "png", "json")
 PAPER = "Siavash Golkar and Kyle Cranmer, Backdrop: Stochastic Backpropagation, 2018"
 ADDRESS = "https://arxiv.org/abs/1806.01337"
@@ -53,6 +54,7 @@ def write_report(
     command: str | None = None,
     spec: Spec | None = None,
     notes: Sequence[str] = (),
+    claims: Claims | None = None,
 ) -> list[Path]:
     """Writes a report, and returns its files: those are put in place whole.
 
@@ -65,6 +67,7 @@ def write_report(
         command: how to run the study again.
         spec: what the study is about; for "json" alone, which cannot do without.
         notes: remarks to put at the top.
+        claims: a table of what others say of such a study, and whether it says the same.
     """
     if format not in FORMATS:
         raise ValueError(f"format has to be one of {', '.join(FORMATS)}, but got {format!r}")
@@ -80,7 +83,7 @@ def write_report(
             f"{stem}-configurations.csv": exports.configurations(results),
         }
     else:
-        page = _page(results, study, command, notes)
+        page = _page(results, study, command, notes, claims)
         if format == "html":
             files = {f"{stem}.html": _html(page)}
         else:
@@ -144,7 +147,9 @@ class Page:
     version: str = backdrop.__version__
 
 
-def _page(results: Results, study: str, command: str | None, notes: Sequence[str]) -> Page:
+def _page(
+    results: Results, study: str, command: str | None, notes: Sequence[str], claims: Claims | None = None
+) -> Page:
     task, records = results.task, results.records
     is_gp = task.name == "gp" and not results.is_search
     values: dict[str, dict[str, None]] = {name: {} for name in results.varied}
@@ -168,7 +173,7 @@ def _page(results: Results, study: str, command: str | None, notes: Sequence[str
         notes=remarks,
         figures=pictures(results),
         paper_table=tables.gp_table(results) if is_gp else None,
-        claims=tables.claims(results) if results.measured else None,
+        claims=claims(results) if claims and results.measured else None,
         all=tables.configurations(results) if results.measured and not results.is_search else None,
         search=tables.search(results) if results.is_search else None,
         curves=curves(results),
@@ -183,7 +188,7 @@ def _page(results: Results, study: str, command: str | None, notes: Sequence[str
 
 def _unlike_paper(results: Results) -> list[str]:
     """Which settings of all trials are not those of preset "paper", where they can change a result."""
-    if results.task.name not in CLAIMS or "paper" not in results.task.presets:
+    if results.task.name not in TASKS or "paper" not in results.task.presets:
         return []
     paper = dataclasses.asdict(results.task.with_preset("paper").settings)
     free = {*results.varied, *results.task.masks, "precision", "skip", "evaluations", "eval_batch", "judge"}

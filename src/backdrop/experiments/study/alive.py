@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BEAT", "GRACE", "Watch", "identity", "is_dead"]
+__all__ = ["GRACE", "HEARTBEAT", "Watch", "identity", "is_dead"]
 
-BEAT = 5.0  # seconds between two signs of life
+HEARTBEAT = 5.0  # seconds between two signs of life
 GRACE = 60.0
 
 

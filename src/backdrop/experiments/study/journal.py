@@ -33,17 +33,10 @@ from typing import IO, Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from backdrop._core.files import CHUNK, cut
+from backdrop._core.files import CHUNK, PAUSE, cut, has_locks, held, is_at, try_lock
 from backdrop.experiments.study import alive
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["CHUNK", "Damaged", "Journal", "held", "lines", "links", "read_line"]
-
-PAUSE = 0.02  # seconds between two attempts to get a lock
+__all__ = ["CHUNK", "Damaged", "Journal", "lines", "links", "read_line"]
 
 TAIL = re.compile(rb',"after":"([0-9a-f]{8})","crc32":"([0-9a-f]{8})"}\n\Z')
 TAIL_SIZE = len(b',"after":"00000000","crc32":"00000000"}\n')
@@ -83,7 +76,7 @@ class Journal(JournalFileBackend):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self._journal = path
-        self._open_lock = None if _has_flock(path) else JournalFileOpenLock(str(path))
+        self._open_lock = None if has_locks(path) else JournalFileOpenLock(str(path))
         self._ends = [(0, NONE)]  # where each line that was read ends, and its checksum
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
@@ -117,7 +110,7 @@ class Journal(JournalFileBackend):
         while True:
             with self._locked() as file:
                 _append(file, logs)
-                if _is_at(self._journal, file):
+                if is_at(self._journal, file):
                     return
 
     @contextlib.contextmanager
@@ -143,8 +136,8 @@ class Journal(JournalFileBackend):
         while True:
             file = self._journal.open("rb+", buffering=0)
             try:
-                if _try_lock(file):
-                    if _is_at(self._journal, file):
+                if try_lock(file):
+                    if is_at(self._journal, file):
                         return file
                     file.close()
                     continue
@@ -171,11 +164,11 @@ class Journal(JournalFileBackend):
         guard = self._journal.with_name(f".{self._journal.name}.moved")
         fresh = self._journal.with_name(f".{self._journal.name}.{uuid.uuid4().hex}.new")
         with held(guard, 0.0) as first:
-            if not first or not _is_at(self._journal, old):
+            if not first or not is_at(self._journal, old):
                 return
             try:
                 with fresh.open("wb+", buffering=0) as file:
-                    _try_lock(file)
+                    try_lock(file)
                     copied = _whole_lines(old, 0)
                     _write(file, copied)
                     _make_alike(fresh, os.fstat(old.fileno()))
@@ -186,53 +179,6 @@ class Journal(JournalFileBackend):
                 with contextlib.suppress(OSError):
                     fresh.unlink()
                 raise
-
-
-@contextlib.contextmanager
-def held(path: Path, patience: float) -> Iterator[bool]:
-    """A lock that lets one process in at a time and ends with it, however that ends; its file goes with it.
-
-    Args:
-        path: of the lock's file.
-        patience: seconds to wait for whoever has it. After that the block runs without it, told False.
-    """
-    end = time.monotonic() + patience
-    while True:
-        with path.open("ab") as file:
-            if _try_lock(file):
-                if not _is_at(path, file):  # removed by whoever had it, and others may have made a new one
-                    continue
-                try:
-                    yield True
-                finally:
-                    with contextlib.suppress(OSError):  # Windows does not remove open files
-                        path.unlink()
-                return
-        if time.monotonic() >= end:
-            yield False
-            return
-        time.sleep(PAUSE)
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    """Whether the lock of this file is ours now; True as well where there are no such locks."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether this is still the file that lies there."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _append(file: IO[bytes], logs: list[dict[str, Any]]) -> None:
@@ -316,17 +262,3 @@ def _signed(content: bytes, after: bytes | None) -> tuple[bytes, bytes]:
     content += b',"after":"%s"' % (after or NONE)
     checksum = b"%08x" % zlib.crc32(content)
     return content + b',"crc32":"%s"}\n' % checksum, checksum
-
-
-def _has_flock(path: Path) -> bool:
-    """Whether this system and this file system have locks that end with their process."""
-    if fcntl is None:
-        return False
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-    return True

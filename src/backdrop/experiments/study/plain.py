@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backdrop._core.files import replace
 from backdrop.experiments import checkpoint
 from backdrop.experiments.records import Record, checked
 from backdrop.experiments.study.plan import Spec, as_text, check_extends
@@ -63,7 +64,7 @@ class PlainStudy:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(dataclasses.asdict(spec), indent=1) + "\n"
-            checkpoint.replace(folder / SPEC, lambda file: file.write(text.encode()))
+            replace(folder / SPEC, lambda file: file.write(text.encode()))
         return cls(folder)
 
     def run(

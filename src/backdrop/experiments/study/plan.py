@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol
 import backdrop
 from backdrop.experiments.records import Record
 from backdrop.experiments.settings import build, parse
-from backdrop.experiments.task import Preset, Task, find_preset, find_task, known_task, reference, trial_key
-from backdrop.experiments.tasks import TASKS
+from backdrop.experiments.task import Preset, Task, find_preset, trial_key
+from backdrop.experiments.tasks import TASKS, find_task, known_task, reference
 
 __all__ = [
     "Readable",

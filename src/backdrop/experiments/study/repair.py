@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from backdrop._core.files import held
 from backdrop.experiments import checkpoint
 from backdrop.experiments.study import alive
-from backdrop.experiments.study.journal import NONE, Journal, held, lines, links, read_line
+from backdrop.experiments.study.journal import NONE, Journal, lines, links, read_line
 from backdrop.experiments.study.plan import Spec
 from backdrop.experiments.study.storage import Storage, quieten
 from backdrop.experiments.study.study import Study

@@ -80,7 +80,8 @@ def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage
         raise FileNotFoundError(f"there is no study in {path}")
     from optuna.storages import JournalStorage
 
-    from backdrop.experiments.study.journal import Damaged, Journal, held
+    from backdrop._core.files import held
+    from backdrop.experiments.study.journal import Damaged, Journal
 
     lock = path.with_name(f".{path.name}.lock")
     try:

@@ -139,7 +139,7 @@ class _Attempt:
             self.on_progress(self.key, None)
 
     def _train(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
-        with _Beat(self.study, self.number) as self.beat:
+        with _Heartbeat(self.study, self.number) as self.beat:
             settings = self._settings()
             self.key = self.study.spec.key(settings)
             self._log("started", settings=settings)
@@ -248,7 +248,7 @@ def _elsewhere() -> tuple[type[Exception], ...]:
     return OSError, ImportError, CacheError, DownloadError, RecordingError, *storage_errors()
 
 
-class _Beat:
+class _Heartbeat:
     """Signs of life of a trial, with how far it is, from a thread."""
 
     def __init__(self, study: Study, number: int) -> None:
@@ -257,9 +257,9 @@ class _Beat:
         self.count = 0
         self.problem: Exception | None = None
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> _Beat:
+    def __enter__(self) -> _Heartbeat:
         self.thread.start()
         return self
 
@@ -275,8 +275,8 @@ class _Beat:
         if self.problem is not None:
             raise self.problem
 
-    def _beat(self) -> None:
-        while not self.stop.wait(alive.BEAT) and self.problem is None:
+    def _run(self) -> None:
+        while not self.stop.wait(alive.HEARTBEAT) and self.problem is None:
             self._write()
 
     def _write(self) -> None:

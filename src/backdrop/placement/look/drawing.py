@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from backdrop.placement.inspection import Inspection
 from backdrop.placement.look import layout, wording
 from backdrop.placement.look.layout import Bar, Block, Box, Layout
 from backdrop.placement.look.pen import (
@@ -28,6 +28,9 @@ from backdrop.placement.look.pen import (
     Picture,
     style,
 )
+
+if TYPE_CHECKING:
+    from backdrop.placement.inspection import Inspection
 
 __all__ = ["draw"]
 

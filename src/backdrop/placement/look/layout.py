@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from backdrop.placement.inspection import Inspection, Row, Step
 from backdrop.placement.look import wording
+
+if TYPE_CHECKING:
+    from backdrop.placement.inspection import Inspection, Row, Step
 
 __all__ = ["FONT", "Bar", "Block", "Box", "Layout", "cut", "lay_out", "width_of", "wrapped"]
 
@@ -93,7 +95,7 @@ def _place(parts: list[list[Step | None] | Row], width: float, lattice: tuple[in
     bars: list[Bar] = []
     x = 0.0
     for part in parts:
-        if isinstance(part, Row):
+        if not isinstance(part, list):
             assert part.mask is not None
             room = max(0.24, width_of(f"p {wording.probability(part.mask)}", P) + 0.04) if p_room else 0.24
             bars.append(Bar(part, len(bars) + 1, x + room / 2))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from backdrop.placement.inspection import Inspection
 from backdrop.placement.look import tables, wording
+
+if TYPE_CHECKING:
+    from backdrop.placement.inspection import Inspection
 
 __all__ = ["fragment", "page"]
 
@@ -96,7 +99,7 @@ def _content(found: Inspection, picture: str) -> str:
 
 
 def _layers(found: Inspection) -> str:
-    steps = tables.lines(found)
+    steps = found.lines()
     cells = [
         (tables.layer_cells(step), "mask" if step.mask else "", "" if found.folded else step.last.note)
         for step in steps

@@ -6,22 +6,19 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from backdrop.placement.inspection import Inspection, Row, Step
 from backdrop.placement.look import wording
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["LAYERS", "MASKS", "as_rich", "as_text", "layer_cells", "lines", "mask_cells", "mask_notes", "remarks"]
+    from backdrop.placement.inspection import Inspection, Row, Step
+
+__all__ = ["LAYERS", "MASKS", "as_rich", "as_text", "layer_cells", "mask_cells", "mask_notes", "remarks"]
 
 LAYERS = ("layer", "kind", "lattice", "receptive field", "stride")
 MASKS = ("mask", "units", "p", "kept in a step", "effective batch", "Skip: time", "Skip: memory")
 WIDTH = 100  # of remarks in plain text
 FIRST_NUMBERS = (2, 2)  # the first column of each table that is set to the right
-
-
-def lines(found: Inspection) -> list[Step]:
-    return found.steps() if found.folded else [Step((row,)) for row in found.rows]
 
 
 def layer_cells(step: Step) -> tuple[str, ...]:
@@ -73,7 +70,7 @@ def remarks(found: Inspection) -> list[str]:
 
 
 def as_text(found: Inspection) -> str:
-    layers = _aligned(LAYERS, [layer_cells(step) for step in lines(found)], FIRST_NUMBERS[0])
+    layers = _aligned(LAYERS, [layer_cells(step) for step in found.lines()], FIRST_NUMBERS[0])
     masks = _aligned(MASKS, [mask_cells(row) for row in found.masks], FIRST_NUMBERS[1]) if found.masks else ""
     said = "\n".join(textwrap.fill(text, WIDTH) for text in (*mask_notes(found), *remarks(found)))
     return "\n\n".join(part for part in (wording.heading(found), layers, masks, said) if part)
@@ -111,7 +108,7 @@ def as_rich(found: Inspection) -> Group:
         return made
 
     layers = table(LAYERS, FIRST_NUMBERS[0])
-    for step in lines(found):
+    for step in found.lines():
         layers.add_row(*map(Text, layer_cells(step)), style="bold dark_orange3" if step.mask else "")
     parts: list[Table | Text] = [Text(wording.heading(found), "bold"), layers]
     if found.masks:

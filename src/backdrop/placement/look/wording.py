@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from backdrop.placement.inspection import Inspection, Mask, Row, Step
+if TYPE_CHECKING:
+    from backdrop.placement.inspection import Inspection, Mask, Row, Step
 
 # Long names of layers, and what a picture calls them.
 SHORT = (

@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import wording
 from backdrop.experiments.settings import build
-from backdrop.experiments.study import live, lookup, remains
+from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
@@ -25,7 +26,7 @@ from backdrop.experiments.study.plan import Readable, Spec, check_name, check_tr
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
-from backdrop.experiments.task import reference
+from backdrop.experiments.tasks import reference
 from backdrop.experiments.train import Options, check_device, fit
 
 __all__ = ["Place", "join", "mend", "run", "show", "tune"]
@@ -251,11 +252,11 @@ def _work(study: Study, home: Path, options: Options, workers: int, *, task: str
         if workers == 1:
             work(study, home, options, task=task, wait=wait, on_progress=display.on_progress)
             return
-        from backdrop.experiments.study.crew import Crew
+        from backdrop.experiments.study.workers import Workers
 
         orders: Mapping[str, Any] = {"task": task, "wait": wait, "count": workers, "say": display.say}
-        with Crew(study.storage.given, study.name, home, options, **orders) as crew:
-            ended = crew.wait()
+        with Workers(study.storage.given, study.name, home, options, **orders) as processes:
+            ended = processes.wait()
         if any(ended):  # they have waited for a storage that is away as long as it makes sense
             study.storage.hurry()
     remains.sweep(home, study.folders_done())

@@ -24,15 +24,18 @@ from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
 from backdrop.experiments.train import Options
 
-__all__ = ["Crew", "main"]
+__all__ = ["Workers", "main"]
 
 PATIENCE = 15.0  # seconds that workers are given to end
 
 # As `python -m` would start it, without looking for modules in the current folder: whose files these are is not known.
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from backdrop.experiments.study import crew; crew.main()"
+START = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    "from backdrop.experiments.study import workers; workers.main()"
+)
 
 
-class Crew:
+class Workers:
     """Workers on a study; at the end of its `with` block all of them are told to end.
 
     Args:
@@ -81,7 +84,7 @@ class Crew:
                 process.stdin.write(json.dumps({**order, "task": task, "wait": wait}) + "\n")
                 process.stdin.flush()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Workers:
         return self
 
     def wait(self) -> list[int]:

@@ -2,14 +2,23 @@
 
 import dataclasses
 import re
+import runpy
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import backdrop.experiments.commands  # noqa: F401  # adds the command
 import made_up
-from backdrop.experiments.report.claims import CLAIMS
+from backdrop import cli
 from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.study.archive import pack
+from backdrop.experiments.study.plan import describe
 from backdrop.experiments.tasks import TASKS
+
+FILE = Path(__file__).parent.parent / "results" / "claims.py"
+CLAIMS = runpy.run_path(str(FILE))["CLAIMS"]
 
 
 def claims(name, records):
@@ -162,3 +171,33 @@ def test_what_holds_for_some_batch_sizes_is_partly_so(gains, verdict):
         for seed in range(6)
     ]
     assert claims("auc", records)[0].verdict == verdict
+
+
+def report(tmp_path, *more):
+    task = TASKS["gp"]
+    records = made_up.gp()
+    shared = task.with_preset("paper").settings
+    spec = describe(task, "paper", dataclasses.asdict(shared), {"p_small", "p_large", "crop", "seed"})
+    (tmp_path / "study.json").write_bytes(pack("gp-paper", spec, records))
+    command = ["report", str(tmp_path / "study.json"), "--format", "md", "--out", str(tmp_path / "page.md"), *more]
+    return CliRunner().invoke(cli.app, command)
+
+
+def test_a_report_shows_the_claims_that_it_is_given(tmp_path):
+    assert report(tmp_path, "--claims", f"{FILE}:table").exit_code == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "## What the paper says" in page
+    assert "Both masks together are best." in page
+    assert report(tmp_path).exit_code == 0
+    assert "What the paper says" not in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [(f"{FILE}:CLAIM", "is None"), (str(FILE), "is None"), ("nowhere.py:table", "there is no file")],
+)
+def test_claims_that_are_no_function_are_an_error(tmp_path, name, message):
+    result = report(tmp_path, "--claims", name)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
