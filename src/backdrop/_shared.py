@@ -15,6 +15,8 @@ The rules, which other files cite by number:
    store of the group and compare what all left there the time before, which has arrived by then: nobody waits, and no
    collective is spent on it. Where sizes are exchanged anyway, in every call, the checksum goes along.
 6. Where they disagree all of them raise an error, and agree anew in the next call.
+7. Masks that choose by gradients gather the sizes of those of all units, in the backward pass, if units of different
+   processes are in one group. From there on every process makes the choice for all of them.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backdrop import functional
-from backdrop._core.checks import Dims, Patch, Probability, Scale, check_dims, is_readable
-from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice
+from backdrop._core import informed
+from backdrop._core.checks import Choose, Dims, Patch, Probability, Scale, check_dims, is_readable
+from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice, spread
 from backdrop._core.product import multiply
 from backdrop._core.seeds import generator_for
-from backdrop.distributed import Group, exchange, resolve
+from backdrop.distributed import Group, exchange, gather_parts, resolve
 
 CHECK_EVERY = 8  # steps
 ADVICE = (
@@ -54,6 +57,8 @@ class Settings(NamedTuple):
     patch: Patch
     exact: bool
     scale: Scale
+    choose: Choose = "uniform"
+    floor: float = 0.1
 
 
 class Agreed(NamedTuple):
@@ -125,7 +130,7 @@ class SharedDraw:
         if not again:
             self._check()
         shape = (total, *x.shape[1:]) if over_samples else tuple(x.shape)
-        return Draw(self, settings, shape, slice(first, first + rows) if over_samples else None, x)
+        return Draw(self, settings, shape, slice(first, first + rows) if over_samples else None, x, self._sizes)
 
     def pass_by(self) -> None:
         """A call in training mode without a mask is a step, too."""
@@ -150,9 +155,6 @@ class SharedDraw:
 
     def draw(self, mask: Draw) -> Tensor:
         """The weights of a mask."""
-        step, number = self._next()
-        assert self.agreed is not None
-        place = torch.device("cpu") if mask.device.type == "meta" else mask.device
         weight = functional.draw_weight(
             mask.shape,
             mask.settings.p,
@@ -160,13 +162,46 @@ class SharedDraw:
             patch=mask.settings.patch,
             exact=mask.settings.exact,
             scale=mask.settings.scale,
-            generator=generator_for(place, self.agreed.seed, step, number),
+            generator=self._generator(mask),
             device=mask.device,
             dtype=mask.dtype,
         )
+        return weight if mask.rows is None else weight[mask.rows]
+
+    def choose(self, mask: Draw, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The weights of a mask that chooses by these gradients, as for the first of them; and the units' sizes."""
+        settings, generator = mask.settings, self._generator(mask)
+        lattices = [make_lattice(grad.shape, settings.dims, settings.patch) for grad in grads]
+        norms, own = informed.unit_norms(*zip(grads, lattices, strict=True)), slice(None)
+        part = None
+        if mask.rows is not None and len(lattices[0].axes) > 1:  # every sample is a group of its own
+            part = mask.shape[0], mask.rows
+        elif not is_zero(settings.p):
+            norms, own = self._norms_of_all(norms, mask)
+        weight = informed.weigh_norms(
+            norms, settings.p, settings.exact, settings.scale, settings.floor, generator, part
+        )[:, own]
+        return spread(weight.to(mask.dtype), lattices[0], grads[0].shape), norms
+
+    def _norms_of_all(self, norms: Tensor, mask: Draw) -> tuple[Tensor, slice]:
+        """Sizes of the gradients of the units of all processes, and which of these are ours."""
+        assert self.agreed is not None
+        if self.agreed.processes is None:
+            return norms, slice(None)
+        if mask.rows is None:  # the same units on all of them
+            found = gather_parts(norms, [1] * self.agreed.processes.size(), self.agreed.processes)
+            return informed.together(found), slice(None)
+        found = gather_parts(norms.T, mask.sizes, self.agreed.processes)
+        return torch.cat(found).T, mask.rows
+
+    def _generator(self, mask: Draw) -> torch.Generator:
+        """For the next mask, whose draw is noted."""
+        step, number = self._next()
+        assert self.agreed is not None
         if self.agreed.ledger is not None and not _is_rerun():
             self.agreed.ledger.note(self.agreed.number, step, number, _spell(mask.settings, mask.shape))
-        return weight if mask.rows is None else weight[mask.rows]
+        place = torch.device("cpu") if mask.device.type == "meta" else mask.device
+        return generator_for(place, self.agreed.seed, step, number)
 
     def _next(self) -> tuple[int, int]:
         task = torch._C._current_graph_task_id()
@@ -284,11 +319,19 @@ class Draw:
     """The mask of one call: drawn when it is first asked for, and then kept."""
 
     def __init__(
-        self, shared: SharedDraw, settings: Settings, shape: Sequence[int], rows: slice | None, x: Tensor
+        self,
+        shared: SharedDraw,
+        settings: Settings,
+        shape: Sequence[int],
+        rows: slice | None,
+        x: Tensor,
+        sizes: Sequence[int],
     ) -> None:
         self.shared, self.settings, self.shape, self.rows, self.device = shared, settings, tuple(shape), rows, x.device
+        self.sizes = tuple(sizes)  # how many samples each process has
         self.dtype = torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
         self._weight: Tensor | None = None
+        self._norms: Tensor | None = None  # of all units, where gradients chose
 
     @property
     def weight(self) -> Tensor:
@@ -296,6 +339,21 @@ class Draw:
             with torch.no_grad():
                 self._weight = self.shared.draw(self)
         return self._weight
+
+    def choose_weight(self, *grads: Tensor) -> Tensor:
+        """The weights chosen by the first gradients that arrive, and then kept."""
+        if self._weight is None:
+            for grad in grads:
+                functional._check_not_batched(grad)
+            with torch.no_grad():
+                self._weight, self._norms = self.shared.choose(self, grads)
+        return self._weight
+
+    def choose_weight_and_count(self, *grads: Tensor) -> tuple[Tensor, float]:
+        """As that of a layer, over all processes."""
+        weight = self.choose_weight(*grads)
+        assert self._norms is not None
+        return weight, informed.effective_number(self._norms)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x` unchanged, in the same memory; in the backward pass its gradient is masked."""
@@ -311,7 +369,8 @@ class _MaskLater(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        weight = ctx.mask.weight
+        chooses = ctx.mask.settings.choose == "gradient"
+        weight = ctx.mask.choose_weight(grad) if chooses else ctx.mask.weight
         if is_zero(ctx.mask.settings.p):
             return grad, None
         weight = weight if weight.ndim == grad.ndim else weight.view(-1, *[1] * (grad.ndim - 1))
@@ -429,7 +488,8 @@ def _spell(settings: Settings, shape: Sequence[int]) -> str:
         p = float(p) if is_readable(p) else -1.0  # whose value would have to be waited for
     sizes = f"{lattice.groups} x {lattice.size}" if lattice.groups > 1 else str(lattice.size)
     patch = f", patch={max(lattice.patch)}" if max(lattice.patch) > 1 else ""
-    return f"p={p:.9g}, {sizes} units{patch}, exact={settings.exact}, scale={settings.scale}"
+    chosen = f", chosen by gradient with floor={settings.floor:g}" if settings.choose == "gradient" else ""
+    return f"p={p:.9g}, {sizes} units{patch}, exact={settings.exact}, scale={settings.scale}{chosen}"
 
 
 def _count(drew: dict[str, int]) -> str:

@@ -77,14 +77,18 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
 def gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, slice]:
     """The rows of all processes, without a graph, and which of them are ours."""
     sizes = [size for (size,) in exchange([len(x)], group, x.device)]
+    first = sum(sizes[: group.rank()])
+    return torch.cat(gather_parts(x, sizes, group)), slice(first, first + len(x))
+
+
+def gather_parts(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """What each process has, without a graph; the numbers of their rows are known."""
     padded = x.detach().contiguous()
     if len(x) < max(sizes):
         padded = torch.cat([padded, padded.new_zeros(max(sizes) - len(x), *x.shape[1:])])
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    first = sum(sizes[: group.rank()])
-    rows = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-    return rows, slice(first, first + len(x))
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 class _AllGather(torch.autograd.Function):
@@ -161,6 +165,12 @@ class Joined(Joinable):
         self.model._join_config = config
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
+        for name, module in self.model.named_modules():
+            if getattr(module, "choose", "") == "gradient" and _shared_draws(module):
+                raise RuntimeError(
+                    f"the mask {name} chooses by the gradients of all processes, which those without batches do not "
+                    "have; use choose='uniform' with Joined, or as many batches on all processes"
+                )
         return _JoinedHook(_shared_draws(self.model), self.model.join_hook(**kwargs))  # type: ignore[no-untyped-call]
 
     @property

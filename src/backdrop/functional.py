@@ -299,10 +299,7 @@ def _apply_informed(
     floor: float,
     generator: torch.Generator | None,
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
-        )
+    _check_no_transforms()
     if torch.compiler.is_compiling() and not isinstance(p, Tensor):
         # Otherwise the count that p decides is a constant of the code, which is compiled anew at every step of p.
         p = p * torch.ones((), dtype=torch.float32 if x.device.type == "mps" else torch.float64, device=x.device)
@@ -338,6 +335,13 @@ class _InformedMask(torch.autograd.Function):
                 ctx.weight = _choose(grad, *ctx.how)
             weight = ctx.weight
         return multiply(grad, weight), None, None, None, None, None, None
+
+
+def _check_no_transforms() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
+        )
 
 
 def _check_not_batched(grad: Tensor) -> None:

@@ -67,7 +67,8 @@ class Backdrop(nn.Module):
         generator: source of randomness instead of the device's default generator.
         group: processes that draw one mask over all their samples: one count N/|b|, never empty as a whole. A process
             group, or "world". They agree on a seed in the first call; a generator has to be seeded alike on all. The
-            mask is then a function of the seed and of `step`.
+            mask is then a function of the seed and of `step`. With choose="gradient" it is chosen by the gradients of
+            all of them, which have to go back through the same calls.
         uneven: batches may differ in size between the processes of the group; then their sizes are exchanged in every
             step.
 
@@ -120,7 +121,6 @@ class Backdrop(nn.Module):
         check_choose(choose, floor)
         check_generator(generator)
         check_group(group)
-        _check_alone(choose, group)
         self._p = check_p(p)
         self.dims = dims
         self.patch = patch
@@ -144,7 +144,6 @@ class Backdrop(nn.Module):
     @group.setter
     def group(self, group: Group) -> None:
         check_group(group)
-        _check_alone(self.choose, group)
         self._across = None if group is None else SharedDraw(group, self._across is not None and self._across.uneven)
 
     @property
@@ -200,7 +199,8 @@ class Backdrop(nn.Module):
 
     @not_compiled
     def _forward_shared(self, x: Tensor) -> Tensor:
-        _check_alone(self.choose, self.group)
+        if self.choose == "gradient":
+            functional._check_no_transforms()
         check_differentiable(x)
         check_dims(self.dims, x.ndim)
         wanted = self.training and wants_gradient(x)
@@ -220,11 +220,11 @@ class Backdrop(nn.Module):
         return self._across.plan(x, self._settings(), self.generator)
 
     def _settings(self) -> Settings:
-        return Settings(self._p, self.dims, self.patch, self.exact, self.scale)
+        return Settings(self._p, self.dims, self.patch, self.exact, self.scale, self.choose, self.floor)
 
     def draw_weight(self, x: Tensor) -> Tensor:
         """Draw what the gradient of `x` would be multiplied by; the same random numbers as a call uses."""
-        if self.choose == "gradient":
+        if self.choose == "gradient" and not is_zero(self._p):
             raise RuntimeError("choose='gradient' chooses by the gradient that arrives: use choose_weight(grad)")
         if self._across is not None and (self.generator is not None or resolve(self._across.group) is not None):
             return self._draw_shared(x)
@@ -256,8 +256,15 @@ class Backdrop(nn.Module):
             dtype=dtype,
         )
 
+    def chooser(self, x: Tensor) -> Draw | Backdrop:
+        """What is to choose units in the backward pass of a call: this layer, or with `group` all processes."""
+        return self.shared_draw(x, wanted=True) or self
+
     def choose_weight(self, grad: Tensor) -> Tensor:
         """Draw what this gradient is multiplied by where units are chosen by it."""
+        shared = self.shared_draw(grad, wanted=True)
+        if shared is not None:
+            return shared.choose_weight(grad)
         return functional.choose_weight(
             grad,
             self._p,
@@ -407,8 +414,3 @@ def drops_samples(layer: Backdrop, ndim: int | None = None) -> bool:
     """Whether whole samples are its units, on tensors of so many axes if that is known."""
     dims = (layer.dims,) if isinstance(layer.dims, int) else tuple(layer.dims)
     return dims == (0,) or (ndim is not None and dims == (-ndim,))
-
-
-def _check_alone(choose: Choose, group: Group) -> None:
-    if choose == "gradient" and group is not None:
-        raise ValueError("choose='gradient' takes the gradients of one process; leave out group, or choose 'uniform'")

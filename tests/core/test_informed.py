@@ -107,6 +107,16 @@ def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
     torch.testing.assert_close(found.flatten(), expected.sqrt().flatten(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e300, 1.7e308])
+@pytest.mark.parametrize("exact", [True, False])
+def test_gradients_whose_sums_leave_float64(scale, exact):
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.full((50,), scale, dtype=torch.float64)
+    weight = functional.choose_weight(grad, 0.5, exact=exact, generator=generator)
+    assert weight[weight > 0].tolist() == pytest.approx([2.0] * int((weight > 0).sum()))
+    assert 10 < (weight > 0).sum() < 40
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_sizes_whose_squares_leave_float32(scale):
     grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]]) * scale
@@ -216,10 +226,6 @@ def test_settings():
             Backdrop(0.5, **wrong)
         with pytest.raises(error, match=next(iter(wrong))):
             functional.backdrop(torch.ones(3), 0.5, **wrong)
-    with pytest.raises(ValueError, match="group"):
-        Backdrop(0.5, choose="gradient", group="world")
-    with pytest.raises(ValueError, match="group"):
-        Backdrop(0.5, choose="gradient").group = "world"
     with pytest.raises(RuntimeError, match="choose_weight"):
         Backdrop(0.5, choose="gradient").draw_weight(torch.ones(3))
     with pytest.raises(RuntimeError, match="transforms"):
@@ -243,6 +249,7 @@ def test_zero_infinite_and_no_gradients():
     assert x.grad[4].isnan()
     assert functional.choose_weight(torch.ones(1, 4), 0.9, exact=True).tolist() == [[1.0]]
     assert functional.choose_weight(torch.ones(0, 4), 0.9).shape == (0, 1)
+    assert functional.choose_weight(torch.ones(0, 2, 7), 0.9, (0, 2), patch=3).shape == (0, 1, 7)
 
 
 @pytest.mark.parametrize("p", [0.75, torch.tensor(0.75)])
@@ -358,6 +365,34 @@ def test_one_choice_for_all_outputs_of_a_module():
 @captures
 def test_samples_chosen_beside_others_that_are_drawn():
     check(TwoHeads().double(), torch.randn(60, 6, dtype=torch.float64), "samples ran with gradients, chosen")
+
+
+class TwoChoices(TwoHeads):
+    """With a generator for each mask: the order in which they choose is the backward pass's own."""
+
+    def __init__(self):
+        super().__init__()
+        a, b = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+        self.a = Backdrop(0.9, exact=True, choose="gradient", generator=a)
+        self.b = Backdrop(0.8, exact=True, choose="gradient", generator=b)
+
+
+@captures
+@pytest.mark.parametrize("off", ["neither", "in eval()", "p = 0"])
+def test_samples_chosen_by_two_masks_of_which_one_may_be_off(off):
+    plain, x, found = TwoChoices().double(), torch.randn(60, 6, dtype=torch.float64), []
+    fast = skip_blocked(plain, when="always")
+    for model in (plain, fast):
+        model.b.train(off != "in eval()")
+        model.b.p = 0.0 if off == "p = 0" else 0.8
+        for mask, seed in ((model.a, 1), (model.b, 2)):
+            mask.generator.manual_seed(seed)
+        a, b = model(x)
+        (a.pow(3).sum() + b.exp().sum()).backward()
+        found.append([p.grad for p in model.parameters()])
+    for grad, other in zip(*found, strict=True):
+        torch.testing.assert_close(grad, other)
+    assert "chosen by gradients worth" in fast.skip_report[0].last
 
 
 @captures

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import processes
 from backdrop import Backdrop, Backdrop2d, skip_blocked
 from backdrop.losses import RankStatisticLoss
-from backdrop.schedules import CosineP, LinearP
+from backdrop.schedules import CosineP, LinearP, VarianceBudget
 from skipping import always_skip
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
@@ -164,6 +164,37 @@ def test_resumes_with_the_same_p(interval, stop, saves, tmp_path):
     assert resumed.seen == whole.seen[stop:]
     assert len(resumed.seen) == 3 * BATCHES - stop
     assert callback.schedule.own_p == [0.8]  # comes back too
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_budget_of_variance_sees_the_gradients_of_every_step_and_resumes(accumulate, tmp_path):
+    make = partial(VarianceBudget, share=0.3, memory=10, start=1)
+    plain, used = network(exact=True), []
+    optimizer, loss = torch.optim.SGD(plain.parameters(), lr=0.5), RankStatisticLoss()
+    budget = make(plain)
+    for _ in range(3):
+        for i, (x, labels) in enumerate(loader()):
+            used.append([plain[-1].p])
+            (loss(plain(x), labels) / accumulate).backward()
+            if (i + 1) % accumulate == 0:
+                optimizer.step()
+                budget.step()
+                optimizer.zero_grad()
+    whole, callback, logger = Ranking(network(exact=True)), BackdropCallback(make), Kept()
+    settings = {"accumulate_grad_batches": accumulate}
+    trainer(tmp_path, callback, Saves(), logger=logger, **settings).fit(whole, loader())
+    assert whole.seen == used
+    assert callback.schedule.state_dict() == budget.state_dict()
+    assert len(logger.of("backdrop/model.3/share_of_variance")) == 12 // accumulate
+
+    stop = 4 // accumulate
+    resumed, callback = Ranking(network(p=0.3, exact=True)), BackdropCallback(make)
+    resumed.model[-1].generator.manual_seed(99)  # another mask, so that only p is looked at
+    trainer(tmp_path, callback, **settings).fit(resumed, loader(), ckpt_path=tmp_path / f"{stop}.ckpt")
+    assert resumed.seen[0] == whole.seen[4]
+    assert callback.schedule.last_step == 12 // accumulate
+    with pytest.raises(ValueError, match="interval='step'"):
+        trainer(tmp_path, BackdropCallback(make, interval="epoch")).fit(Ranking(network()), loader())
 
 
 def test_fitting_on_and_fitting_anew(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import SequentialSampler
 
 from backdrop import Backdrop, Skip
 from backdrop.losses import RankStatisticLoss
-from backdrop.schedules import CosineP, LinearP
+from backdrop.schedules import CosineP, LinearP, VarianceBudget
 from skipping import always_skip
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
@@ -113,6 +113,25 @@ def test_trains_like_a_plain_loop_and_logs_the_p_in_use(case, tmp_path):
     assert callback.schedule.get_last_p() == [0.8 * min(count / 8, 1)]  # ready for the next one
     assert "draw_weight" not in model.mask.__dict__
     assert not model.mask._forward_pre_hooks
+
+
+def test_a_budget_of_variance_sees_the_gradients_of_every_step(tmp_path):
+    make = partial(VarianceBudget, share=0.3, memory=10, start=1)
+    plain, model, callback, data = Scores(), Scores(), BackdropCallback(make), samples()
+    optimizer, loss = torch.optim.SGD(plain.parameters(), lr=0.5), RankStatisticLoss()
+    budget = make(plain)
+    for i in [*range(BATCHES)] * 3:
+        batch = data[i * ROWS : (i + 1) * ROWS]
+        scores = plain(torch.stack([row["x"] for row in batch]))
+        loss(scores, torch.stack([row["labels"] for row in batch])).backward()
+        optimizer.step()
+        budget.step()
+        optimizer.zero_grad()
+    run = train(tmp_path, model, callback)
+    assert model.seen == pytest.approx(plain.seen)
+    assert len(set(plain.seen)) > 5
+    assert callback.schedule.shares() == pytest.approx(budget.shares())
+    assert "backdrop/mask/share_of_variance" in [row for row in run.state.log_history if "loss" in row][-1]
 
 
 @pytest.mark.parametrize("restore", [False, True])  # what the Trainer does with the states of callbacks

@@ -11,6 +11,7 @@ before anything below the mask is computed; the floor bounds what a unit costs t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,9 +35,15 @@ def weigh(
 
 
 def weigh_norms(
-    norms: Tensor, p: Probability, exact: bool, scale: Scale, floor: float, generator: torch.Generator | None
+    norms: Tensor,
+    p: Probability,
+    exact: bool,
+    scale: Scale,
+    floor: float,
+    generator: torch.Generator | None,
+    part: tuple[int, slice] | None = None,
 ) -> Tensor:
-    """The same from the size of each unit's gradient, (groups, units)."""
+    """The same from the size of each unit's gradient, (groups, units), which may be those groups of so many."""
     check_devices(p, generator, norms.device)
     groups, size = norms.shape
     if size == 0 or is_zero(p):
@@ -45,7 +52,8 @@ def weigh_norms(
     if exact:
         number = number.round().clamp(min=1) if isinstance(number, Tensor) else max(1, round(number))
     inclusion = inclusion_probabilities(norms, number, floor)
-    u = _random(groups, size + 1, norms, generator)
+    total, own = part or (groups, slice(None))
+    u = _random(total, size + 1, norms, generator)[own]
     if exact:
         kept = _systematic(inclusion, number, u[:, :-1], u[:, -1:])
     else:
@@ -65,8 +73,13 @@ def unit_norms(*given: tuple[Tensor, Lattice]) -> Tensor:
 
     Infinite and NaN gradients stay what they are.
     """
-    norms = torch.stack([_norms_of(grad.detach(), lattice) for grad, lattice in given])
-    return _norm(norms, [0], norms.dtype).squeeze(0)
+    return together([_norms_of(grad.detach(), lattice) for grad, lattice in given])
+
+
+def together(norms: Sequence[Tensor]) -> Tensor:
+    """Of units whose gradients come in several parts."""
+    stacked = torch.stack(list(norms))
+    return _norm(stacked, [0], stacked.dtype).squeeze(0)
 
 
 def effective_number(norms: Tensor) -> float:
@@ -128,6 +141,8 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     size = norms.shape[1]
     finite = norms.isfinite()
     norms = torch.where(finite.all(1, keepdim=True), norms, (~finite).to(norms.dtype))
+    largest = norms.amax(1, keepdim=True)
+    norms = norms / torch.where(largest > 0, largest, 1.0)  # so that sums stay in range
     ordered, index = norms.sort(1, descending=True)
     tail = ordered.flip(1).cumsum(1).flip(1)
     rank = torch.arange(size, device=norms.device, dtype=norms.dtype)

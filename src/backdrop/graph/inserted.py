@@ -15,6 +15,7 @@ from backdrop import functional
 from backdrop._core import marks, tree
 from backdrop._core.draw import is_zero
 from backdrop._core.product import multiply
+from backdrop._shared import Draw
 from backdrop.layers import Backdrop, drops_samples
 
 NAME = "backdrop"  # of the child
@@ -60,6 +61,8 @@ def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     widest = max(tensors, key=lambda t: t.dtype.itemsize)
     shared = mask.shared_draw(widest, wanted)
+    if shared is not None and mask.choose == "gradient":
+        return list(_ChosenTogether.apply(shared, *tensors))  # type: ignore[no-untyped-call]
     if shared is not None:
         return [shared(t) for t in tensors]
     if not wanted or is_zero(mask.p):
@@ -74,7 +77,7 @@ class _ChosenTogether(torch.autograd.Function):
     """One choice by the gradients of all tensors, drawn in the first backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mask: Backdrop, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, mask: Backdrop | Draw, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mask, ctx.weight = mask, None
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)

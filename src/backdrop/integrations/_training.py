@@ -16,7 +16,7 @@ from backdrop.distributed import resolve
 from backdrop.functional import effective_batch_size
 from backdrop.layers import Backdrop
 from backdrop.placement.inspection import expected_kept
-from backdrop.schedules import Schedule
+from backdrop.schedules import Schedule, VarianceBudget
 
 MakeSchedule: TypeAlias = Callable[[nn.Module], Schedule]
 Interval: TypeAlias = Literal["step", "epoch"]
@@ -57,6 +57,8 @@ class Masks:
             self.schedule = self.make_schedule(model)
             if not isinstance(self.schedule, Schedule):
                 raise TypeError(f"schedule has to make a Schedule, but made a {type(self.schedule).__name__}")
+            if isinstance(self.schedule, VarianceBudget) and self.interval == "epoch":
+                raise ValueError("a VarianceBudget looks at the gradients of every step: use interval='step'")
         if self.saved is not None and self.schedule is not None:
             self.schedule.load_state_dict(self.saved)
         self.saved = None
@@ -75,9 +77,18 @@ class Masks:
         else:
             self.schedule.load_state_dict({**self.schedule.state_dict(), "last_step": count})
 
+    def observe(self) -> None:
+        """A step of the optimiser was taken, and its gradients are still there."""
+        if self.schedule is not None and self.interval == "step":
+            self.schedule.observe()
+
     def numbers(self) -> dict[str, float]:
         """What to log, found on the host alone; only a p that is a tensor on a device is waited for."""
         found: dict[str, float] = {}
+        if isinstance(self.schedule, VarianceBudget):
+            names = {layer: name for name, layer in self.layers.items()}
+            for layer, share in zip(self.schedule.layers, self.schedule.shares(), strict=True):
+                found[f"backdrop/{names[layer]}/share_of_variance"] = share
         for name, layer in self.layers.items():
             p = float(layer.p)
             found[f"backdrop/{name}/p"] = p

@@ -34,7 +34,8 @@ class BackdropCallback(Callback):
     Logged for each layer every `log_every_n_steps`, under `backdrop/NAME/`: `p`; `kept_units`, those of a group that
     are kept (on average, where masks are not exact); `effective_batch_size`, the samples of a batch times 1 - p. A
     batch is that of one process, or of all that draw a mask together (`group=`). Nothing is asked of a GPU for these
-    numbers, unless p is a tensor there.
+    numbers, unless p is a tensor there. With a `VarianceBudget`, `share_of_variance` too, what the mask adds by its
+    estimate; it reads some of the gradient after every step.
 
     Args:
         schedule: makes a schedule from the LightningModule when training starts, such as
@@ -45,6 +46,7 @@ class BackdropCallback(Callback):
 
     def __init__(self, schedule: MakeSchedule | None = None, *, interval: Interval = "step") -> None:
         self._masks = Masks(schedule, interval)
+        self._seen = 0  # steps of the optimiser
 
     @property
     def schedule(self) -> Schedule | None:
@@ -57,6 +59,7 @@ class BackdropCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._masks.start(pl_module)
+        self._seen = self._count(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._masks.move(self._count(trainer))
@@ -64,6 +67,9 @@ class BackdropCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._count(trainer) > self._seen:  # gradients of several batches are added up before there is a step
+            self._seen = self._count(trainer)
+            self._masks.observe()
         if trainer._logger_connector.should_update_logs:  # as Lightning's own monitors do: logging takes its time
             # As tensors on the CPU: Lightning would put numbers on the GPU, which waits for it.
             numbers = {name: torch.tensor(number) for name, number in self._masks.numbers().items()}

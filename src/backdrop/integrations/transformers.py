@@ -37,7 +37,7 @@ class BackdropCallback(TrainerCallback):
     Logged for each layer, under `backdrop/NAME/`: `p`; `kept_units`, those of a group that are kept (on average, where
     masks are not exact); `effective_batch_size`, the samples of a batch times 1 - p. A batch is that of one process, or
     of all that draw a mask together (`group=`). Nothing is asked of a GPU for these numbers, unless p is a tensor
-    there.
+    there. With a `VarianceBudget`, `share_of_variance` too, what the mask adds by its estimate.
 
     Args:
         schedule: makes a schedule from the model when training starts, such as
@@ -62,6 +62,11 @@ class BackdropCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._masks.move(self._count(state))
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._masks.observe()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs["logs"]

@@ -17,11 +17,12 @@ The paper places masks where the receptive field matches the size of the structu
 | `suggest` | from the size of a structure to a layer: suggest.py |
 | `insert`, `remove` | masks put into a model and taken out: surgery.py |
 | `inspect` | tables and pictures: inspection.py; what they look like, `look`; `backdrop inspect`, command.py |
-| `gradient_noise` | how noisy masks make the gradient: noise.py, gradients.py |
+| `gradient_noise` | how noisy masks make the gradient: noise.py, gradients.py; and would at other p: forecast.py |
 | `savings` | what Skip would save: savings.py |
 """
 
 from backdrop.placement.fields import Field, Fields, receptive_fields
+from backdrop.placement.forecast import Forecast
 from backdrop.placement.inspection import Inspection, inspect
 from backdrop.placement.noise import Noise, gradient_noise
 from backdrop.placement.savings import Saving, savings
@@ -31,6 +32,7 @@ from backdrop.placement.surgery import insert, remove
 __all__ = [
     "Field",
     "Fields",
+    "Forecast",
     "Inspection",
     "Noise",
     "Saving",

@@ -75,9 +75,13 @@ class Step:
             raise ValueError("without masks the gradient is zero everywhere, so there is nothing to compare with")
         return found
 
+    def value(self) -> Tensor:
+        """The loss."""
+        return self._value(self._outputs())
+
     def gradient(self) -> Iterator[Tensor]:
         """For each layer one vector."""
-        return self._by_layer(self._value(self._outputs()), None)
+        return self._by_layer(self.value(), None)
 
     def add_spread(self, layers: Sequence[Layer], chosen: Sequence[int], n: int) -> bool:
         """Give layers their S^2, from backward passes for the chosen of n samples; False if there are no samples."""

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from backdrop._core.checks import check_int
+from backdrop._core.checks import check_int, check_p
 from backdrop.graph.look import check_model
 from backdrop.layers import Backdrop
+from backdrop.placement.forecast import HEADINGS as FORECAST_HEADINGS
+from backdrop.placement.forecast import Forecast, forecast
 from backdrop.placement.gradients import Layer, Step, Sums, tensors, total
 
 __all__ = ["LayerNoise", "Noise", "gradient_noise"]
@@ -97,6 +99,7 @@ class Noise:
         draws: how many masked gradients were computed.
         batch_size: n.
         notes: what else to know.
+        forecasts: for each mask alone, what it would do at other p, if `predict` asked for that.
     """
 
     rows: tuple[LayerNoise, ...]
@@ -104,6 +107,7 @@ class Noise:
     draws: int
     batch_size: int
     notes: tuple[str, ...] = ()
+    forecasts: tuple[Forecast, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -125,12 +129,18 @@ class Noise:
         return f"{said}; its noise is that of batches of {size:.1f} of {n} samples."
 
     def __str__(self) -> str:
-        table = [HEADINGS, *(row.cells() for row in (*self.rows, self.total))]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]) for first, *others in table]
+        lines = _aligned([HEADINGS, *(row.cells() for row in (*self.rows, self.total))])
         rule = "-" * len(lines[0])
         lines = [lines[0], rule, *lines[1:-1], rule, lines[-1], self.sentence]
+        if self.forecasts:
+            head, *more = _aligned([FORECAST_HEADINGS, *(row for one in self.forecasts for row in one.cells())])
+            lines += ["", head, "-" * len(head), *more, *(one.sentence for one in self.forecasts)]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]) for first, *others in table]
 
 
 def gradient_noise(
@@ -140,6 +150,8 @@ def gradient_noise(
     draws: int = 64,
     *,
     samples: int = 64,
+    predict: Sequence[float] = (),
+    units: int = 64,
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> Noise:
@@ -159,6 +171,12 @@ def gradient_noise(
     masks are as before. The copy is put in training mode if the model is not. Dropout layers are off in it, so that
     masks alone make noise; other random layers would be counted with the masks, and a note says so.
 
+    With `predict` it also says what each mask would do alone, at these p: the variance of a uniform mask and of one
+    with choose="gradient", each exact or not as the mask is; the **best share** of units to keep, at which noise times
+    work is least; and whether that is better than a smaller batch, whose noise times work is always the same. Work is
+    that of `Skip`: 1 + 2a forward passes for a share a of the units, 1 + 3a where gradients choose, 3 without a mask.
+    None of these masks is drawn.
+
     Takes `draws` forward and backward passes, up to `samples` backward passes besides, and memory for a copy of the
     model and two gradients in float64.
 
@@ -169,6 +187,9 @@ def gradient_noise(
             nested, every tensor whose axis 0 has that size holds a row per sample.
         draws: how many masked gradients to compute, at least 2. The error of `bias` falls with their square root.
         samples: the most gradients of single samples to compute; from a larger batch they are chosen at random.
+        predict: probabilities at which to say what masks would do.
+        units: the most units of a group whose contributions are looked at for that, a backward pass each; of masks on
+            positions, of 8 samples at most.
         seed: makes the result repeatable; by default masks are drawn from the random state as it is.
         progress: what to wrap the loop over draws in, `rich.progress.track` or `tqdm` for instance.
     """
@@ -176,6 +197,7 @@ def gradient_noise(
     if not callable(loss):
         raise TypeError(f"loss has to be a function of the model's output, but got {type(loss).__name__}")
     draws, samples = check_int("draws", draws, 2), check_int("samples", samples, 1)
+    ps, units = [float(check_p(p)) for p in predict], check_int("units", units, 2)
     inputs, targets = _split(batch)
     given = tensors("inputs", inputs)
     n = next((len(x) for x in given if x.ndim), 0)
@@ -200,6 +222,7 @@ def gradient_noise(
                 f"without masks the gradient changes by {changed:.1%} from one time to the next; that is counted as "
                 "noise of the masks"
             )
+        forecasts = _forecasts(step, masks, layers, ps, units, n, notes) if ps else []
         for mask in masks:
             mask.training = True
         for _ in (progress or iter)(range(draws)):
@@ -207,7 +230,27 @@ def gradient_noise(
                 layer.add(vector)
     sums = [layer.sums() for layer in layers]
     rows = [_row(layer.name, part, n) for layer, part in zip(layers, sums, strict=True)]
-    return Noise(tuple(rows), _row("total", total(sums), n), draws, n, tuple(notes))
+    return Noise(tuple(rows), _row("total", total(sums), n), draws, n, tuple(notes), tuple(forecasts))
+
+
+def _forecasts(
+    step: Step,
+    masks: Sequence[Backdrop],
+    layers: Sequence[Layer],
+    ps: Sequence[float],
+    units: int,
+    n: int,
+    notes: list[str],
+) -> list[Forecast]:
+    names = {module: name for name, module in step.model.named_modules()}
+    squared = math.fsum(float(layer.gradient @ layer.gradient) for layer in layers)
+    spread, found = math.fsum(layer.spread for layer in layers), list[Forecast]()
+    for mask in masks:
+        told, why_not = forecast(step, names[mask], mask, ps, units, squared, spread / n / squared)
+        found += told
+        if why_not:
+            notes.append(f"nothing is predicted for {names[mask]}: {why_not}")
+    return found
 
 
 def _changed(layers: Sequence[Layer], again: Iterable[Tensor]) -> float:

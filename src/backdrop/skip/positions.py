@@ -32,6 +32,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from backdrop._core.product import multiply
+from backdrop._shared import Draw
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics, Tap, Where
 from backdrop.graph.trace import name_of
@@ -218,6 +219,7 @@ class Run:
     entry: Entry
     others: list[Any] = field(default_factory=list)  # entries that are no tensors
     weight: Tensor | None = None
+    chooser: Draw | Backdrop | None = None  # by gradients, in the backward pass
     kept: Kept | None = None
     seen: dict[Any, Any] = field(default_factory=dict)  # statistics, means and whole values of the forward pass
     autocast: list[dict[str, Any]] = field(default_factory=list)
@@ -230,9 +232,12 @@ class Run:
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """The segment on the whole map, without gradients. The mask is drawn first, unless gradients choose it."""
         plan = self.plan
-        if plan.mask.choose == "uniform":
-            widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
-            self.weight = plan.mask.draw_weight(widest.new_empty(()).expand(plan.shape))
+        widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
+        like = widest.new_empty(()).expand(plan.shape)
+        if plan.mask.choose == "gradient":
+            self.chooser = plan.mask.chooser(like)
+        else:
+            self.weight = plan.mask.draw_weight(like)
             self.kept = Kept(plan.lattice, self.weight)
         (out,), self.seen = plan.forward(self.entries(tensors))
         if torch.is_autocast_enabled(out.device.type):
@@ -397,7 +402,8 @@ class Run:
         """The gradients of the entries that are tensors, from windows alone."""
         plan, segment, worth = self.plan, self.plan.segment, ""
         if self.weight is None:
-            self.weight, effective = plan.mask.choose_weight_and_count(grad)
+            assert self.chooser is not None
+            self.weight, effective = self.chooser.choose_weight_and_count(grad)
             self.kept = Kept(plan.lattice, self.weight)
             worth = f", chosen by gradients worth {effective:.3g} equal ones"
         weight = self.weight

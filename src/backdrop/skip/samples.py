@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from backdrop._core.draw import is_zero
 from backdrop._core.product import multiply
+from backdrop._shared import Draw
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
@@ -188,9 +189,13 @@ class Samples:
     def _draw(self, mask: Backdrop, device: torch.device) -> Tensor:
         if not mask.training or (is_zero(mask.p) and mask.group is None):
             return torch.ones(self.number, device=device, dtype=torch.float64)
+        return mask.draw_weight(self._like(mask, device)).flatten()
+
+    def _like(self, mask: Backdrop, device: torch.device) -> Tensor:
+        """Something that this mask has a weight per sample for."""
         (dim,) = (mask.dims,) if isinstance(mask.dims, int) else mask.dims
         axes = (1,) * (-dim - 1)  # behind that of samples, where it is counted from the last one
-        return mask.draw_weight(torch.empty(self.number, *axes, device=device, dtype=torch.float64)).flatten()
+        return torch.empty(self.number, *axes, device=device, dtype=torch.float64)
 
     def _take(self, values: Sequence[Any], rows: Tensor, known: bool = False) -> list[Any]:
         """The rows of every value that has some for each sample; everything else is shared."""
@@ -369,6 +374,7 @@ class Run:
     states: list[Any] = field(default_factory=list)  # of the random numbers, before each part of kept rows
     autocast: list[dict[str, Any]] = field(default_factory=list)
     drawn: dict[Backdrop, Tensor] = field(default_factory=dict)  # by masks that do not choose, beside those that do
+    choosers: dict[Backdrop, Draw | Backdrop] = field(default_factory=dict)
     seen: Any = None  # batch statistics
     used: bool = False
 
@@ -396,8 +402,10 @@ class Run:
 
     def _forward_all(self, values: list[Any], device: torch.device) -> list[Tensor]:
         samples, merged = self.samples, list[Tensor]()
-        for mask in samples.masks:
-            if mask not in self.drawn and mask.choose == "uniform":
+        for mask in dict.fromkeys(samples.masks):
+            if mask.choose == "gradient" and mask.training and not is_zero(mask.p):
+                self.choosers[mask] = mask.chooser(samples._like(mask, device))
+            else:
                 self.drawn[mask] = samples._draw(mask, device)
         if samples.norms:
             assert samples.all_first is not None
@@ -411,17 +419,18 @@ class Run:
     def _choose(self, grads: Sequence[Tensor | None]) -> Split:
         """By the gradients that arrive at each mask, over all that it masks."""
         samples, said, drawn = self.samples, list[str](), dict(self.drawn)
-        for mask in dict.fromkeys(samples.masks):
-            if mask in drawn:
-                continue
+        for mask, chooser in self.choosers.items():
             own = [grad for grad, by in zip(grads, samples.masks, strict=True) if by is mask and grad is not None]
+            if not own and mask.group is not None:  # the others wait for what we have
+                own = [samples._like(mask, _device_of(grads)).zero_()]
             if not own:  # nothing arrives
                 drawn[mask] = torch.zeros(samples.number, device=_device_of(grads), dtype=torch.float64)
                 continue
-            weight, effective = mask.choose_weight_and_count(*own)
+            weight, effective = chooser.choose_weight_and_count(*own)
             drawn[mask] = weight.flatten().double()
             said.append(f"{effective:.3g}")
-        fixed = len(drawn) == 1 and samples.masks[0].exact and not isinstance(samples.masks[0].p, Tensor)
+        (mask, *others) = drawn
+        fixed = not others and mask.exact and mask.group is None and not isinstance(mask.p, Tensor)
         split = samples._split_by(drawn, fixed)
         text = f"{len(split.kept)} of {samples.number} samples ran with gradients"
         for entry in self.entries_of_report:
