@@ -17,7 +17,8 @@ from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.inserted import mask_tensors
 from backdrop.graph.table import Statistics
-from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, once_differentiable, trace
+from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
+from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
@@ -82,10 +83,13 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        reason = self._plain_because(masks)
+        (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
+        reason = self._unseen_because() if unread else self._plain_because(masks)
         if reason is not None:
             if reason:
                 self._say(masks, reason)
+            if unread:
+                raise RuntimeError(cannot_read(unread[0], reason))
             return self._plainly()(*args, **kwargs)
         written = _written(self.root)
         if self.capture is None or any(self.written.get(kind, code) != code for kind, code in written.items()):
@@ -97,7 +101,7 @@ class Engine:
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
-        return out
+        return sources_again(out) if unread else out
 
     def _inner(self) -> list[Engine]:
         """Those of modules in this one that skip on their own."""
@@ -112,6 +116,10 @@ class Engine:
             return "in eval mode masks do nothing"
         if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
             return "no mask drops anything: p is 0"
+        return self._unseen_because()
+
+    def _unseen_because(self) -> str | None:
+        """Why torch could not follow the model."""
         if self.capture is None and any(map(nn.parameter.is_lazy, self.root.parameters())):
             return "lazy layers have no parameters yet"
         if torch._C._are_functorch_transforms_active():
@@ -156,6 +164,10 @@ class Engine:
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
         return self.graphs[-1]
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -264,6 +276,7 @@ class Plan:
             self.parts.append(Part(engine, self.traced, group, [entries[id(event)] for event in group], self.failed))
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
+        self.read_whole = self._read_whole()
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
@@ -274,7 +287,21 @@ class Plan:
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
         self.engine.report.update(self.entries)
+        if self.read_whole:
+            unread = next(value for value in inputs if isinstance(value, Unread))
+            raise RuntimeError(cannot_read(unread, self.read_whole))
         return self.code(*inputs)
+
+    def _read_whole(self) -> str:
+        """What reads all of a source, outside of what is run in parts, and why it is there."""
+        members = {node for part in self.parts for node in part.segment.steps}
+        for source in self.traced.unread:
+            for user in source.users:
+                if user not in members and not is_mark(user) and user.op != "output":
+                    ends = [f"{path}: {reason}" for entry in self.entries for path, reason in entry.kept]
+                    because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
+                    return f"{name_of(user)} reads all of it{because}"
+        return ""
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""
@@ -431,7 +458,7 @@ class Part(nn.Module):
             entry.drops = "samples" if by_samples else "positions"
         if by_samples:
             exits = {node: Demand((0,)) for node in shapes}
-            if next(iter(shapes.values()))[0] < 2:
+            if next(iter(shapes.values()))[0] < 2 and not traced.unread:
                 self.never = "there is one sample"
         else:
             ((value, shape),) = shapes.items()
@@ -475,6 +502,8 @@ class Part(nn.Module):
                 entry.kept = [*entry.kept, ("a graph break", f"torch did not follow the model there ({where})")]
 
     def forward(self, *values: Any) -> list[Any]:
+        if any(isinstance(value, Unread) for value in values):
+            return self._from_sources(values)
         active = any(_is_active(layer) for layer in self.layers)
         caches = isinstance(self.way, Samples) and self.settings.at_once is not None
         if not active and not (caches and all(layer.training for layer in self.layers)):
@@ -486,11 +515,24 @@ class Part(nn.Module):
             reason = self.way.refuses() or reason
         if reason:
             return self._plainly(values, reason)
+        return self._skipping(values, parts)
+
+    def _from_sources(self, values: Sequence[Any]) -> list[Any]:
+        """Where plain is no way: whatever p is, and also where no gradient is wanted."""
+        if self.way is None:
+            return self._plainly(values, self.never)
+        if isinstance(self.way, Positions):
+            return self._plainly(values, "positions are not computed in tiles here")
+        reason = self.way.refuses() or self.way.refuses_sources(values)
+        return self._plainly(values, reason) if reason else self._skipping(values, self._decide(values)[1])
+
+    def _skipping(self, values: Sequence[Any], parts: int) -> list[Any]:
         for entry in self.entries:
             entry.skipped, entry.share = self.segment.skipped, self.segment.share
         if isinstance(self.way, Positions):
             self.entries[0].last = "backward has not run yet"
             return [self.way.run(values, self.entries[0])]
+        assert self.way is not None
         outputs, said = self.way.run(values, parts, self.entries)
         for entry in self.entries:
             entry.last = said
@@ -500,6 +542,9 @@ class Part(nn.Module):
     def _plainly(self, values: Sequence[Any], reason: str) -> list[Any]:
         for entry in self.entries:
             entry.ran_plain(reason)
+        unread = next((value for value in values if isinstance(value, Unread)), None)
+        if unread is not None:
+            raise RuntimeError(cannot_read(unread, f"the mask {self.entries[0].mask} runs plain: {reason}"))
         found = dict(zip(self.segment.exits, self.plain(values), strict=True))
         outputs: list[Any] = []
         for event in self.events:
