@@ -6,6 +6,7 @@ import math
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -16,14 +17,17 @@ from backdrop._core.marks import layer_of
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.inserted import mask_tensors
+from backdrop.graph.running import with_running_statistics
 from backdrop.graph.table import Statistics
-from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, once_differentiable, trace
+from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
 from backdrop.layers import Backdrop, drops_samples
+from backdrop.skip.budget import TileSize
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.samples import Samples
 from backdrop.skip.segments import Demand, Segment, find_segment
+from backdrop.skip.sources import all_or_nothing, source_of, with_stand_ins
 
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
@@ -36,6 +40,17 @@ class Settings(NamedTuple):
     statistics: Statistics
     when: When
     at_once: int | None
+    tile: TileSize = None
+    memory: int | None = None
+
+    @property
+    def tiled(self) -> bool:
+        return self.tile is not None or self.memory is not None
+
+    @property
+    def policy(self) -> Statistics:
+        """For what couples in a graph; by running statistics nothing does that was not refused."""
+        return "exact" if self.statistics == "running" else self.statistics
 
 
 class Engine:
@@ -82,17 +97,26 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        reason = self._plain_because(masks)
+        device = next((x.device for x in (*self.root.parameters(), *self.root.buffers())), torch.device("cpu"))
+        (args, kwargs), sources = with_stand_ins((args, kwargs), device)
+        reason = self._plain_because(masks, sources)
         if reason is not None:
+            self._check_plain(reason, sources)
             if reason:
                 self._say(masks, reason)
             return self._plainly()(*args, **kwargs)
+        with all_or_nothing(self.root) if sources else nullcontext():
+            return self._captured(masks, sources, args, kwargs)
+
+    def _captured(self, masks: dict[Backdrop, str], sources: bool, args: Any, kwargs: Any) -> Any:
         written = _written(self.root)
         if self.capture is None or any(self.written.get(kind, code) != code for kind, code in written.items()):
             self.capture = Capture(self.plain, self._convert)
         self.written |= written
         self.visited = set()
         out = self.capture(*args, **kwargs)
+        if self.capture.breaks:
+            self._check_plain(self._not_followed(), False)
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
@@ -104,14 +128,35 @@ class Engine:
         owned = [value for module in self.root.modules() for value in module.__dict__.values()]
         return [value for value in owned if isinstance(value, Engine) and value is not self]
 
-    def _plain_because(self, masks: dict[Backdrop, str]) -> str | None:
+    def _check_plain(self, reason: str, sources: bool) -> None:
+        """Refuse to run a model as it is where that would not be the same."""
+        if sources:
+            raise RuntimeError(f"a Source is read in tiles, but the model runs as it is: {reason or 'no reason'}")
+        if self.settings.statistics == "running" and self._keeps_running():
+            raise RuntimeError(
+                "statistics='running' needs a model that torch follows from end to end, because it runs by other "
+                f"statistics than the plain one, but here {reason}"
+            )
+
+    def _keeps_running(self) -> bool:
+        """Whether a batch normalisation is in training, and runs by its running statistics."""
+        norms = (module for module in self.root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        return self.settings.statistics == "running" and any(module.training for module in norms)
+
+    def _plain_because(self, masks: dict[Backdrop, str], sources: bool = False) -> str | None:
         """Why the model runs as it is, without a look at its graph; nothing to say where no gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return ""
-        if not any(mask.training for mask in masks):
-            return "in eval mode masks do nothing"
-        if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
-            return "no mask drops anything: p is 0"
+        tiled = self.settings.tiled and any(not drops_samples(mask) for mask in masks)
+        if sources and not self.settings.tiled and self.settings.at_once is None:
+            raise ValueError(
+                "a Source is read in tiles: give tile=, or tile='auto' and memory=, to Skip or skip_blocked"
+            )
+        if not (tiled or sources or self._keeps_running()):
+            if not torch.is_grad_enabled():
+                return ""
+            if not any(mask.training for mask in masks):
+                return "in eval mode masks do nothing"
+            if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
+                return "no mask drops anything: p is 0"
         if self.capture is None and any(map(nn.parameter.is_lazy, self.root.parameters())):
             return "lazy layers have no parameters yet"
         if torch._C._are_functorch_transforms_active():
@@ -152,6 +197,8 @@ class Engine:
 
     def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
         module = once_differentiable(module)
+        if self.settings.statistics == "running":
+            module = with_running_statistics(module)
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
@@ -213,7 +260,8 @@ class Graph:
     def __call__(self, *inputs: Any) -> Any:
         if self.numbers is None:
             self.numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
-        key = (self.engine.compiled, *(inputs[i] for i in self.numbers))
+        sources = tuple(i for i, value in enumerate(inputs) if source_of(value) is not None)
+        key = (self.engine.compiled, sources, *(inputs[i] for i in self.numbers))
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = Plan(self.engine, self.module, inputs, self.stand_ins)
@@ -262,6 +310,7 @@ class Plan:
         entries = dict(zip(map(id, events), map(Entry, names, drops), strict=True))
         for group in self._groups(events):
             self.parts.append(Part(engine, self.traced, group, [entries[id(event)] for event in group], self.failed))
+        self._check_sources(inputs)
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
         if module.meta.get("break"):
@@ -270,6 +319,22 @@ class Plan:
         self.code: Callable[..., Any] = self._code().forward
         if engine.compiled:
             self._compile()
+
+    def _check_sources(self, inputs: Sequence[Any]) -> None:
+        """Sources are read by what runs in tiles alone."""
+        nodes = (node for node in self.traced.graph.nodes if node.op == "placeholder")
+        for node, value in zip(nodes, inputs, strict=True):
+            source = source_of(value)
+            tiled = [part for part in self.parts if isinstance(part.way, Positions) and part.way.tiling is not None]
+            within = {step for part in tiled for step in part.segment.steps}
+            outside = [user for user in node.users if user not in within] if source is not None else []
+            if outside:
+                reasons = [part.never for part in self.parts if part.never] or [self.failed]
+                reasons = [f"{path}: {why}" for part in self.parts for path, why in part.segment.kept] or reasons
+                raise RuntimeError(
+                    f"{source!r} is read in tiles, but {name_of(outside[0])} needs all of it at once "
+                    f"({'; '.join(filter(None, reasons)) or 'it does not lie before a mask of positions'})"
+                )
 
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
@@ -415,8 +480,9 @@ class Part(nn.Module):
         self.decided: tuple[Any, str, int] | None = None  # for which p, why plain, in how many parts
 
     def _find(self, traced: Traced) -> None:
-        first, policy = self.events[0], self.settings.statistics
-        if any(node not in traced.differentiable for node in self.segment.exits):
+        first, policy = self.events[0], self.settings.policy
+        tiled = self.settings.tiled and not drops_samples(first.layer)
+        if any(node not in traced.differentiable for node in self.segment.exits) and not tiled:
             self.never = "no gradient is wanted"
             return
         if any("no_grad" in traced.contexts[mark] for mark in self.marks):
@@ -442,7 +508,7 @@ class Part(nn.Module):
             exits = {value: Demand((0, *axes), 1, sizes, (0,) * len(axes), sizes)}
         if not all(math.prod(shape) for shape in shapes.values()):
             self.never = "there is nothing to mask"
-        segment = find_segment(traced, exits, self.marks, policy)
+        segment = find_segment(traced, exits, self.marks, policy, everything=tiled and not by_samples)
         for entry in self.entries:
             entry.kept = segment.kept
         if not segment.steps:
@@ -454,7 +520,8 @@ class Part(nn.Module):
             layers = {node: event.layer for event in self.events for node in event.exits}
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
-            self.way = Positions(segment, first.layer, policy)
+            self.way = Positions(segment, first.layer, policy, self.settings.tile, self.settings.memory)
+            self.way.always = self.settings.when == "always"
 
     def compile_programs(self) -> None:
         """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""
@@ -476,6 +543,13 @@ class Part(nn.Module):
 
     def forward(self, *values: Any) -> list[Any]:
         active = any(_is_active(layer) for layer in self.layers)
+        if isinstance(self.way, Positions) and self.way.tiling is not None:
+            tiling = self.way.tiling
+            if active or tiling.in_tiles or any(source_of(value) is not None for value in values):
+                (entry,) = self.entries
+                entry.skipped, entry.share = self.segment.skipped, self.segment.share
+                entry.last = "backward has not run yet"
+                return [self.way.run(values, entry, active=active)]
         caches = isinstance(self.way, Samples) and self.settings.at_once is not None
         if not active and not (caches and all(layer.training for layer in self.layers)):
             return self._plainly(values, "no mask drops anything" if self.way is not None else self.never)
