@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from backdrop import Backdrop, Backdrop2d, Skip, Source, skip_blocked
+from backdrop import Backdrop, Skip, Source, skip_blocked
 from backdrop.losses import contrastive_loss, rank_statistic_loss
 
 
@@ -337,7 +337,6 @@ REFUSED = [
         "1: its batch statistics couple all samples",
     ),
     (lambda: nn.Sequential(nn.BatchNorm1d(6), Backdrop(0.5)).double(), "0 reads all of it"),
-    (lambda: nn.Sequential(nn.Linear(6, 4), Backdrop2d(0.5)).double(), "mask"),
 ]
 
 
@@ -348,6 +347,11 @@ def test_what_would_read_all_of_it_is_refused_by_name(make, said):
         model(Table(X))
     assert said in str(caught.value)
     assert "skip_report" in str(caught.value)
+
+
+def test_masks_of_positions_want_tiles():
+    with pytest.raises(ValueError, match=r"a Source is read in tiles: give tile="):
+        skip_blocked(layers(nn.Conv1d(1, 2, 3), Backdrop(0.5, dims=(0, 2))))(Table(X[:, None]))
 
 
 def test_samples_on_another_axis_are_refused():

@@ -525,11 +525,11 @@ def _only_statistics(node: fx.Node, written: list[fx.Node], passed: _Pass) -> bo
     """Whether all it writes are running statistics that nobody looks at but calls of the same layer, which change them
     too."""
     called = getattr(node.target, "__name__", "")
-    if called not in ("batch_norm", "instance_norm") or not written or _first(node) in written:
+    if called not in ("batch_norm", "instance_norm", "running_batch_norm") or not written or _first(node) in written:
         return False
     readers = {reader for each in written for s in passed.storages[each] for reader in passed.readers[s]}
     return readers == {node} or all(
-        reader.target is node.target and called == "batch_norm" and passed.writes.get(reader) == written
+        reader.target is node.target and called != "instance_norm" and passed.writes.get(reader) == written
         for reader in readers
     )
 
