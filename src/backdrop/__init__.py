@@ -6,6 +6,7 @@ Backdrop2d(p=0.99, patch=4)
 """
 
 from backdrop import functional, schedules
+from backdrop._source import Source
 from backdrop.functional import effective_batch_size
 from backdrop.graph import register_rule
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
@@ -18,6 +19,7 @@ __all__ = [
     "Backdrop2d",
     "Backdrop3d",
     "Skip",
+    "Source",
     "effective_batch_size",
     "functional",
     "gradient_noise",

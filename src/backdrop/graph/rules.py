@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Axes, Call, Slide, Step, Tap, UnsupportedError, Where, register_rule
 from backdrop.graph.trace import drop
@@ -60,7 +61,7 @@ def _batch_norm(call: Call) -> Step:
     if call.axes[0] != 0 or 1 in call.axes[1:]:
         raise UnsupportedError("the mask runs along its channels")
     batch = bool(given.get("training")) or given.get("running_mean") is None
-    if batch and call.statistics == "exact":
+    if batch and call.statistics == "exact" and call.node.target is not running_batch_norm:
         raise UnsupportedError(STATISTICS.format(" and positions" if len(call.axes) > 1 else ""))
     if batch and call.inner != 1:
         raise UnsupportedError("it takes statistics over rows of which several belong to one sample")
@@ -844,6 +845,7 @@ _register(
 _register(_rrelu, "rrelu")
 register_rule(drop)(_elementwise)
 _register(_batch_norm, "batch_norm")
+register_rule(running_batch_norm)(_batch_norm)
 _register(_sample_norm, "group_norm")
 _register(_instance_norm, "instance_norm")
 _register(_layer_norm, "layer_norm", "rms_norm")

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from backdrop.graph.reach import Taps
 
-Statistics: TypeAlias = Literal["exact", "sampled", "frozen"]
+Statistics: TypeAlias = Literal["exact", "sampled", "frozen", "running"]
 Axes: TypeAlias = tuple[int | None, ...]  # samples first, then positions; None: the same for all
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from backdrop.graph.inserted import apply_mask
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
+from backdrop.skip.budget import Memory, TileSize, check_memory, check_tile
 from backdrop.skip.engine import WHEN, Engine, Settings, When
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.statistics import check_statistics
@@ -74,16 +75,18 @@ class Skip(nn.Module):
         statistics: Statistics = "exact",
         when: When = "pays",
         at_once: int | None = None,
+        tile: TileSize = None,
+        memory: Memory = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module has to be a torch.nn.Module, but got {type(module).__name__}")
         if not isinstance(mask, Backdrop):
             raise TypeError(f"mask has to be a Backdrop layer, but got {type(mask).__name__}")
-        settings = _check(statistics, when, at_once)
+        settings = _check(statistics, when, at_once, tile, memory)
         self.module = module
         self.mask = mask
-        self.statistics, self.when, self.at_once = settings
+        self.statistics, self.when, self.at_once, self.tile, self.memory = settings
         self.report = Report()
         self._engine = Engine(self, settings, self.report, "_plain")
 
@@ -94,13 +97,19 @@ class Skip(nn.Module):
         return apply_mask(self.mask, self.module(*args, **kwargs))
 
     def extra_repr(self) -> str:
-        given = (("statistics", "exact"), ("when", "pays"), ("at_once", None))
+        given = (("statistics", "exact"), ("when", "pays"), ("at_once", None), ("tile", None), ("memory", None))
         changed = [(name, getattr(self, name)) for name, default in given if getattr(self, name) != default]
         return ", ".join(f"{name}={value!r}" for name, value in changed)
 
 
 def skip_blocked(
-    model: nn.Module, *, statistics: Statistics = "exact", when: When = "pays", at_once: int | None = None
+    model: nn.Module,
+    *,
+    statistics: Statistics = "exact",
+    when: When = "pays",
+    at_once: int | None = None,
+    tile: TileSize = None,
+    memory: Memory = None,
 ) -> nn.Module:
     """A copy of a model that computes no gradient that a Backdrop layer would block.
 
@@ -114,7 +123,7 @@ def skip_blocked(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model has to be a torch.nn.Module, but got {type(model).__name__}")
-    settings = _check(statistics, when, at_once)
+    settings = _check(statistics, when, at_once, tile, memory)
     if isinstance(model, (Backdrop, Skip)):
         raise ValueError(f"model has to hold a Backdrop layer and what lies before it, but got {type(model).__name__}")
     if not any(isinstance(module, Backdrop) for module in model.modules()):
@@ -123,7 +132,9 @@ def skip_blocked(
         raise ValueError("model was made by skip_blocked already; give it the model that it was made from")
     if hasattr(model, "_orig_mod"):  # by torch.compile, which is to stay around it
         compiled: Any = model
-        inside = skip_blocked(compiled._orig_mod, statistics=statistics, when=when, at_once=at_once)
+        inside = skip_blocked(
+            compiled._orig_mod, statistics=statistics, when=when, at_once=at_once, tile=tile, memory=memory
+        )
         made: nn.Module = type(compiled)(inside, compiled.dynamo_ctx)
         return made
     model = _copied(model)
@@ -190,7 +201,7 @@ def _fails(module: nn.Module) -> bool:
     return any(a.is_leaf and not b.is_leaf for a, b in zip(module.parameters(), made.parameters(), strict=True))
 
 
-def _check(statistics: Statistics, when: When, at_once: int | None) -> Settings:
+def _check(statistics: Statistics, when: When, at_once: int | None, tile: TileSize, memory: Memory) -> Settings:
     check_statistics(statistics)
     if when not in WHEN:
         raise ValueError(f"when has to be one of {', '.join(map(repr, WHEN))}, but got {when!r}")
@@ -200,4 +211,4 @@ def _check(statistics: Statistics, when: When, at_once: int | None) -> Settings:
         if at_once < 1:
             raise ValueError(f"at_once has to be at least 1, the most samples in work at a time, but got {at_once}")
         at_once = int(at_once)
-    return Settings(statistics, when, at_once)
+    return Settings(statistics, when, at_once, check_tile(tile, memory), check_memory(memory))

@@ -16,14 +16,18 @@ from backdrop._core.marks import layer_of
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.inserted import mask_tensors
+from backdrop.graph.running import with_running_statistics
 from backdrop.graph.table import Statistics
-from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, once_differentiable, trace
+from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
+from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
+from backdrop.skip.budget import TileSize
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.samples import Samples
 from backdrop.skip.segments import Demand, Segment, find_segment
+from backdrop.skip.sources import all_or_nothing
 
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
@@ -36,6 +40,17 @@ class Settings(NamedTuple):
     statistics: Statistics
     when: When
     at_once: int | None
+    tile: TileSize = None
+    memory: int | None = None
+
+    @property
+    def tiled(self) -> bool:
+        return self.tile is not None or self.memory is not None
+
+    @property
+    def policy(self) -> Statistics:
+        """For what couples in a graph; by running statistics nothing does that was not refused."""
+        return "exact" if self.statistics == "running" else self.statistics
 
 
 class Engine:
@@ -82,17 +97,29 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        reason = self._plain_because(masks)
+        (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
+        reason = self._plain_because(masks, bool(unread))
         if reason is not None:
+            self._check_plain(reason)
             if reason:
                 self._say(masks, reason)
+            if unread:
+                raise RuntimeError(cannot_read(unread[0], reason))
             return self._plainly()(*args, **kwargs)
+        if not unread:
+            return self._captured(masks, args, kwargs)
+        with all_or_nothing(self.root):
+            return sources_again(self._captured(masks, args, kwargs))
+
+    def _captured(self, masks: dict[Backdrop, str], args: Any, kwargs: Any) -> Any:
         written = _written(self.root)
         if self.capture is None or any(self.written.get(kind, code) != code for kind, code in written.items()):
             self.capture = Capture(self.plain, self._convert)
         self.written |= written
         self.visited = set()
         out = self.capture(*args, **kwargs)
+        if self.capture.breaks:
+            self._check_plain(self._not_followed())
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
@@ -104,14 +131,33 @@ class Engine:
         owned = [value for module in self.root.modules() for value in module.__dict__.values()]
         return [value for value in owned if isinstance(value, Engine) and value is not self]
 
-    def _plain_because(self, masks: dict[Backdrop, str]) -> str | None:
+    def _check_plain(self, reason: str) -> None:
+        """Refuse to run a model as it is where that would not be the same."""
+        if self.settings.statistics == "running" and self._keeps_running():
+            raise RuntimeError(
+                "statistics='running' needs a model that torch follows from end to end, because it runs by other "
+                f"statistics than the plain one, but here {reason}"
+            )
+
+    def _keeps_running(self) -> bool:
+        """Whether a batch normalisation is in training, and runs by its running statistics."""
+        norms = (module for module in self.root.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        return self.settings.statistics == "running" and any(module.training for module in norms)
+
+    def _plain_because(self, masks: dict[Backdrop, str], sources: bool = False) -> str | None:
         """Why the model runs as it is, without a look at its graph; nothing to say where no gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return ""
-        if not any(mask.training for mask in masks):
-            return "in eval mode masks do nothing"
-        if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
-            return "no mask drops anything: p is 0"
+        tiled = self.settings.tiled and any(not drops_samples(mask) for mask in masks)
+        if sources and not self.settings.tiled and not any(map(drops_samples, masks)):
+            raise ValueError(
+                "a Source is read in tiles: give tile=, or tile='auto' and memory=, to Skip or skip_blocked"
+            )
+        if not (tiled or sources or self._keeps_running()):
+            if not torch.is_grad_enabled():
+                return ""
+            if not any(mask.training for mask in masks):
+                return "in eval mode masks do nothing"
+            if not any(_is_active(mask) for mask in masks) and self.settings.at_once is None:
+                return "no mask drops anything: p is 0"
         if self.capture is None and any(map(nn.parameter.is_lazy, self.root.parameters())):
             return "lazy layers have no parameters yet"
         if torch._C._are_functorch_transforms_active():
@@ -152,10 +198,16 @@ class Engine:
 
     def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
         module = once_differentiable(module)
+        if self.settings.statistics == "running":
+            module = with_running_statistics(module)
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
         return self.graphs[-1]
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -264,6 +316,7 @@ class Plan:
             self.parts.append(Part(engine, self.traced, group, [entries[id(event)] for event in group], self.failed))
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
+        self.read_whole = self._read_whole()
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
@@ -274,7 +327,21 @@ class Plan:
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
         self.engine.report.update(self.entries)
+        if self.read_whole:
+            unread = next(value for value in inputs if isinstance(value, Unread))
+            raise RuntimeError(cannot_read(unread, self.read_whole))
         return self.code(*inputs)
+
+    def _read_whole(self) -> str:
+        """What reads all of a source, outside of what is run in parts, and why it is there."""
+        members = {node for part in self.parts for node in part.segment.steps}
+        for source in self.traced.unread:
+            for user in source.users:
+                if user not in members and not is_mark(user) and user.op != "output":
+                    ends = [f"{path}: {reason}" for entry in self.entries for path, reason in entry.kept]
+                    because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
+                    return f"{name_of(user)} reads all of it{because}"
+        return ""
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""
@@ -415,8 +482,9 @@ class Part(nn.Module):
         self.decided: tuple[Any, str, int] | None = None  # for which p, why plain, in how many parts
 
     def _find(self, traced: Traced) -> None:
-        first, policy = self.events[0], self.settings.statistics
-        if any(node not in traced.differentiable for node in self.segment.exits):
+        first, policy = self.events[0], self.settings.policy
+        tiled = self.settings.tiled and not drops_samples(first.layer)
+        if any(node not in traced.differentiable for node in self.segment.exits) and not tiled:
             self.never = "no gradient is wanted"
             return
         if any("no_grad" in traced.contexts[mark] for mark in self.marks):
@@ -431,7 +499,7 @@ class Part(nn.Module):
             entry.drops = "samples" if by_samples else "positions"
         if by_samples:
             exits = {node: Demand((0,)) for node in shapes}
-            if next(iter(shapes.values()))[0] < 2:
+            if next(iter(shapes.values()))[0] < 2 and not traced.unread:
                 self.never = "there is one sample"
         else:
             ((value, shape),) = shapes.items()
@@ -442,7 +510,7 @@ class Part(nn.Module):
             exits = {value: Demand((0, *axes), 1, sizes, (0,) * len(axes), sizes)}
         if not all(math.prod(shape) for shape in shapes.values()):
             self.never = "there is nothing to mask"
-        segment = find_segment(traced, exits, self.marks, policy)
+        segment = find_segment(traced, exits, self.marks, policy, everything=tiled and not by_samples)
         for entry in self.entries:
             entry.kept = segment.kept
         if not segment.steps:
@@ -454,7 +522,8 @@ class Part(nn.Module):
             layers = {node: event.layer for event in self.events for node in event.exits}
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
-            self.way = Positions(segment, first.layer, policy)
+            self.way = Positions(segment, first.layer, policy, self.settings.tile, self.settings.memory)
+            self.way.always = self.settings.when == "always"
 
     def compile_programs(self) -> None:
         """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""
@@ -476,6 +545,16 @@ class Part(nn.Module):
 
     def forward(self, *values: Any) -> list[Any]:
         active = any(_is_active(layer) for layer in self.layers)
+        sources = any(isinstance(value, Unread) for value in values)
+        if isinstance(self.way, Positions) and self.way.tiling is not None:
+            tiling = self.way.tiling
+            if active or tiling.in_tiles or sources:
+                (entry,) = self.entries
+                entry.skipped, entry.share = self.segment.skipped, self.segment.share
+                entry.last = "backward has not run yet"
+                return [self.way.run(values, entry, active=active)]
+        if sources:
+            return self._from_sources(values)
         caches = isinstance(self.way, Samples) and self.settings.at_once is not None
         if not active and not (caches and all(layer.training for layer in self.layers)):
             return self._plainly(values, "no mask drops anything" if self.way is not None else self.never)
@@ -486,11 +565,24 @@ class Part(nn.Module):
             reason = self.way.refuses() or reason
         if reason:
             return self._plainly(values, reason)
+        return self._skipping(values, parts)
+
+    def _from_sources(self, values: Sequence[Any]) -> list[Any]:
+        """Samples, where plain is no way: whatever p is, and also where no gradient is wanted."""
+        if self.way is None:
+            return self._plainly(values, self.never)
+        if isinstance(self.way, Positions):
+            return self._plainly(values, "positions are computed in tiles only with tile= or memory=")
+        reason = self.way.refuses() or self.way.refuses_sources(values)
+        return self._plainly(values, reason) if reason else self._skipping(values, self._decide(values)[1])
+
+    def _skipping(self, values: Sequence[Any], parts: int) -> list[Any]:
         for entry in self.entries:
             entry.skipped, entry.share = self.segment.skipped, self.segment.share
         if isinstance(self.way, Positions):
             self.entries[0].last = "backward has not run yet"
             return [self.way.run(values, self.entries[0])]
+        assert self.way is not None
         outputs, said = self.way.run(values, parts, self.entries)
         for entry in self.entries:
             entry.last = said
@@ -500,6 +592,9 @@ class Part(nn.Module):
     def _plainly(self, values: Sequence[Any], reason: str) -> list[Any]:
         for entry in self.entries:
             entry.ran_plain(reason)
+        unread = next((value for value in values if isinstance(value, Unread)), None)
+        if unread is not None:
+            raise RuntimeError(cannot_read(unread, f"the mask {self.entries[0].mask} runs plain: {reason}"))
         found = dict(zip(self.segment.exits, self.plain(values), strict=True))
         outputs: list[Any] = []
         for event in self.events:

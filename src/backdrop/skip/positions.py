@@ -21,7 +21,7 @@ over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,16 +33,19 @@ from torch.autograd.function import once_differentiable
 
 from backdrop._core.product import multiply
 from backdrop._shared import Draw
+from backdrop._source import Source
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics, Tap, Where
 from backdrop.graph.trace import name_of
 from backdrop.layers import Backdrop
 from backdrop.skip import statistics
+from backdrop.skip.budget import TileSize, Tiling
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish
-from backdrop.skip.programs import Program, drops
+from backdrop.skip.programs import Program, called, drops
 from backdrop.skip.report import Entry
 from backdrop.skip.saved import load, save
 from backdrop.skip.segments import Demand, Segment, statistics_of_all
+from backdrop.skip.sources import Snapshot, read_windows, snapshot, source_of
 from backdrop.skip.windows import Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
 
 CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
@@ -51,7 +54,9 @@ CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
 class Positions:
     """A segment on inputs of known sizes, and the mask behind it."""
 
-    def __init__(self, segment: Segment, mask: Backdrop, policy: Statistics) -> None:
+    def __init__(
+        self, segment: Segment, mask: Backdrop, policy: Statistics, tile: TileSize = None, memory: int | None = None
+    ) -> None:
         self.segment, self.mask, self.policy = segment, mask, policy
         ((self.exit, self.demand),) = segment.exits.items()
         self.shape = segment.traced.shape(self.exit)
@@ -73,6 +78,10 @@ class Positions:
         self.read = {source for node in segment.steps for source in node.all_input_nodes}
         unread = {source for node in segment.steps for source in self._running(node)}
         self.saved = [node in self.read and node not in unread for node in segment.entries]
+        self.tiling: Tiling | None = None
+        self.always = False  # whether windows are asked for, whatever they cost
+        if tile is not None or memory is not None:
+            self.tiling = Tiling(segment, self.exit, policy, tile, memory)
 
     def compile(self) -> None:
         """From now on, the forward pass as Inductor makes it."""
@@ -117,6 +126,17 @@ class Positions:
         times = math.prod(max(1.0, step / size) for step, size in zip(self.demand.step, own, strict=True))
         return max(1.0, units * (1 - p**times))
 
+    def tiles_pay(self, device: torch.device) -> bool:
+        """Whether the backward pass takes less time in tiles than in the windows of kept units."""
+        if self.tiling is None or not self.tiling.in_tiles or self.always:
+            return False
+        back, known = self.tiling.backward, self.segment.cost
+        calls = known.calls * math.prod(back.counts) * math.ceil(self.tiling.samples / back.samples)
+        tiles = cost.Cost(calls, known.multiplications * back.work, known.numbers * back.work)
+        if self.tiling.window_bytes() > self.tiling.left:
+            return True
+        return tiles.windows(device, 1) < self.windows_cost(1).windows(device, self.kept_units(float(self.mask.p)))
+
     def memory(self, p: float) -> tuple[float, float]:
         """Numbers that a plain pass keeps, and those that windows need at most at a time."""
         traced, steps = self.segment.traced, self.segment.steps
@@ -140,7 +160,7 @@ class Positions:
                 continue
             if self.segment.demands[node].axes[0] != 0 or not _is_channelwise(segment, node):
                 continue
-            source = _first(node)
+            source = statistics.first(node)
             before = chains.get(source)
             if before is not None and len(source.users) == 1 and [*kinds(before), step.epilogue] in CHAINS:
                 chains[node] = [*chains.pop(source), node]
@@ -192,19 +212,15 @@ class Positions:
             yield self.map(value, segment.demands[value])
         yield self.map(self.exit, self.demand)
 
-    def run(self, values: Sequence[Any], entry: Entry) -> Tensor:
-        """The exit's value, with the mask behind it."""
-        one = Run(self, entry)
+    def run(self, values: Sequence[Any], entry: Entry, *, active: bool = True) -> Tensor:
+        """The exit's value, with the mask behind it if that is active."""
+        one = Run(self, entry, active=active)
+        values = [value if (source := source_of(value)) is None else source for value in values]
+        one.snapshot = snapshot()
         tensors = [value for value in values if isinstance(value, Tensor)]
         one.others = [None if isinstance(value, Tensor) else value for value in values]
         out: Tensor = Skipped.apply(one, *tensors)  # type: ignore[no-untyped-call]
         return out
-
-
-def _first(node: fx.Node) -> fx.Node:
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    assert isinstance(first, fx.Node)
-    return first
 
 
 def _is_channelwise(segment: Segment, node: fx.Node) -> bool:
@@ -224,6 +240,8 @@ class Run:
     seen: dict[Any, Any] = field(default_factory=dict)  # statistics, means and whole values of the forward pass
     autocast: list[dict[str, Any]] = field(default_factory=list)
     used: bool = False
+    active: bool = True  # whether the mask drops anything
+    snapshot: Snapshot | None = None  # of buffers, where an input is read from a source
 
     def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
         given = iter(tensors)
@@ -234,12 +252,17 @@ class Run:
         plan = self.plan
         widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize if tensor.is_floating_point() else 0)
         like = widest.new_empty(()).expand(plan.shape)
-        if plan.mask.choose == "gradient":
+        if not self.active:
+            self.weight = torch.ones([1] * len(plan.shape), device=tensors[0].device)
+        elif plan.mask.choose == "gradient":
             self.chooser = plan.mask.chooser(like)
         else:
             self.weight = plan.mask.draw_weight(like)
             self.kept = Kept(plan.lattice, self.weight)
-        (out,), self.seen = plan.forward(self.entries(tensors))
+        if plan.tiling is not None:
+            out, self.seen = plan.tiling.run(self.entries(tensors))
+        else:
+            (out,), self.seen = plan.forward(self.entries(tensors))
         if torch.is_autocast_enabled(out.device.type):
             torch.clear_autocast_cache()  # of weights that were cast without gradients
         if tuple(out.shape) != plan.shape:
@@ -263,7 +286,7 @@ class Run:
                         wholes[source] = self._whole(source, windows, values)
                 args, kwargs = fx.map_arg((node.args, node.kwargs), (values | wholes).__getitem__)
                 run = step.run if step.couples == "" and step.run is statistics_of_all else None
-                values[node] = _call(node, args, kwargs) if run is None else run(args, kwargs, None)
+                values[node] = called(node, args, kwargs) if run is None else run(args, kwargs, None)
             elif node in plan.chains:
                 values[node] = self._finish(plan.chains[node], windows, values)
             else:
@@ -274,11 +297,11 @@ class Run:
                 if step.couples == "sample":
                     values[node] = self._sample_norm(node, args, kwargs, windows)
                 elif step.couples == "batch":
-                    values[node] = self._batch_norm(node, read[_first(node)], values, windows)
+                    values[node] = self._batch_norm(node, read[statistics.first(node)], values, windows)
                 elif step.run is not None:
                     values[node] = step.run(args, kwargs, self._where(node, windows))
                 else:
-                    values[node] = _call(node, args, kwargs)
+                    values[node] = called(node, args, kwargs)
                 del read, args, kwargs
                 _check_size(node, values[node], segment.demands[node], len(windows))
             if node in plan.fills and node not in plan.chains:
@@ -341,7 +364,7 @@ class Run:
         plan, segment, node = self.plan, self.plan.segment, chain[-1]
         steps = [segment.steps[each] for each in chain]
         norm = next((each for each in chain if segment.steps[each].epilogue == "norm"), None)
-        source = _first(chain[0])
+        source = statistics.first(chain[0])
         x = self._read(chain[0], source, steps[0].inputs[source], windows, values, {})
         gamma = beta = moments = cells = inside = None
         if norm is not None:
@@ -378,7 +401,7 @@ class Run:
 
     def _pool(self, node: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
         """The mean of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
-        plan, segment, source = self.plan, self.plan.segment, _first(node)
+        plan, segment, source = self.plan, self.plan.segment, statistics.first(node)
         demand = segment.demands[source]
         inside = windows.inside[plan.map(source, demand)]
         return statistics.pool_windows(
@@ -407,10 +430,12 @@ class Run:
             self.kept = Kept(plan.lattice, self.weight)
             worth = f", chosen by gradients worth {effective:.3g} equal ones"
         weight = self.weight
-        assert self.kept is not None
-        if not self.used:
+        if not self.used and self.active:
             self.used = True
             plan.mask.weight_is_used()
+        if plan.tiling is not None and ((plan.tiling.in_tiles and not self.active) or plan.tiles_pay(grad.device)):
+            return self._backward_in_tiles(plan.tiling, grad, tensors, wanted, worth)
+        self.kept = self.kept or Kept(plan.lattice, weight.expand(plan.shape))
         windows = find_windows(plan.lattice, self.kept, weight, grad)
         self.entry.last = f"{windows.real} of {plan.lattice.units()} units were computed again{worth}"
         values = self.entries(tensors)
@@ -422,18 +447,14 @@ class Run:
         exit_map = plan.map(plan.exit, plan.demand)
         result: list[Tensor | None] = [None] * len(tensors)
         size = len(windows) if plan.coupled else self._chunk(len(windows))
-        leaves: dict[fx.Node, Any] = dict(zip(segment.entries, values, strict=True))
+        leaves, full = self._leaves(values, nodes, wanted)
         self.seen |= {(node, "whole"): leaves[node] for node in segment.whole if node in leaves}
-        full = {node for node in nodes if segment.demands.get(node) is not None and segment.demands[node].full}
-        for node, want in zip(nodes, wanted, strict=True):
-            if node not in full and isinstance(leaves[node], Tensor):
-                leaves[node] = leaves[node].detach().requires_grad_(want)
         spelled = weight.expand([grad.shape[a] if a in plan.demand.axes else n for a, n in enumerate(weight.shape)])
         for first in range(0, len(windows), size):
             part = windows.part(first, first + size)
             seeds = multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
             seeds = _fill(seeds, part.inside[exit_map], plan.demand, 0.0)
-            cuts = dict(leaves)
+            cuts = {node: self._read_windows(node, leaf, part, grad.device) for node, leaf in leaves.items()}
             for node, want in zip(nodes, wanted, strict=True):
                 if node in full and isinstance(leaves[node], Tensor):
                     cuts[node] = self._cut(node, leaves[node], part).requires_grad_(want)
@@ -451,10 +472,63 @@ class Run:
                 result[i] = new if result[i] is None else result[i].add_(new)  # type: ignore[union-attr]
         return result
 
+    def _leaves(
+        self, values: Sequence[Any], nodes: Sequence[fx.Node], wanted: Sequence[bool]
+    ) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+        """The entries, with a gradient of their own where it is wanted, but for those that are cut: which are these."""
+        segment = self.plan.segment
+        leaves: dict[fx.Node, Any] = dict(zip(segment.entries, values, strict=True))
+        full = {node for node in nodes if segment.demands.get(node) is not None and segment.demands[node].full}
+        for node, want in zip(nodes, wanted, strict=True):
+            if node not in full and isinstance(leaves[node], Tensor):
+                leaves[node] = leaves[node].detach().requires_grad_(want)
+        return leaves, full
+
+    def _backward_in_tiles(
+        self,
+        tiling: Tiling,
+        grad: Tensor,
+        tensors: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        worth: str,
+    ) -> list[Tensor | None]:
+        """The gradients of the entries that are tensors, from tiles in which something is kept."""
+        segment = self.plan.segment
+        assert self.weight is not None
+        nodes = [node for node, other in zip(segment.entries, self.others, strict=True) if other is None]
+        leaves, full = self._leaves(self.entries(tensors), nodes, wanted)
+        wants = [node for node, want in zip(nodes, wanted, strict=True) if want]
+        result: dict[fx.Node, Tensor] = {
+            node: torch.zeros_like(leaves[node]) for node in wants if isinstance(leaves[node], Tensor)
+        }
+        ran, (total, tiles) = 0, tiling.backward_tiles(leaves, grad, self.weight)
+        for ran, back in enumerate(tiles, start=1):  # noqa: B007
+            cuts = {node: x.detach().requires_grad_(node in wants) for node, x in back.found.items()}
+            with torch.enable_grad(), self._as_in_forward():
+                out = tiling.compute(back, leaves, self.seen, cuts)
+            inputs = [cuts[node] if node in full else leaves[node] for node in wants]
+            grads = torch.autograd.grad(out, inputs, back.seeds, allow_unused=True) if out.requires_grad else ()
+            del out
+            for node, new in zip(wants, grads, strict=False):
+                if new is not None:
+                    part = tiling.stream.cut(result[node], node, back.tile) if node in full else result[node]
+                    part.add_(new)
+        self.entry.last = f"{ran} of {total} tiles were computed again{worth}"
+        return [result.get(node) for node in nodes]
+
+    def _read_windows(self, node: fx.Node, leaf: Any, windows: Windows, device: torch.device) -> Any:
+        """An entry, or its windows where it is a source."""
+        if not isinstance(leaf, Source):
+            return leaf
+        demand = self.plan.segment.demands[node]
+        return self._padded(node, read_windows(leaf, windows, demand, device), windows)
+
     def _cut(self, node: fx.Node, x: Tensor, windows: Windows) -> Tensor:
         """The windows of an entry, padded already where all that reads them agrees."""
+        return self._padded(node, cut(x.detach(), windows, self.plan.segment.demands[node]), windows)
+
+    def _padded(self, node: fx.Node, taken: Tensor, windows: Windows) -> Tensor:
         demand = self.plan.segment.demands[node]
-        taken = cut(x.detach(), windows, demand)
         if node not in self.plan.fills:
             return taken
         inside = windows.inside[self.plan.map(node, demand)]
@@ -475,7 +549,9 @@ class Run:
         sizes = {node: math.prod(traced.shape(node)) for node in plan.segment.steps}
         per_window = sum(size * plan.share(node, 1) for node, size in sizes.items() if node not in plan.segment.pooled)
         chunks = max(1, math.ceil(windows * per_window / (2 * max(sizes.values()))))
-        return -(-windows // chunks)
+        if plan.tiling is not None:
+            chunks = max(1, math.ceil(windows * plan.tiling.window_bytes() / plan.tiling.windows))
+        return -(-windows // min(chunks, windows))
 
     @contextmanager
     def _as_in_forward(self) -> Iterator[None]:
@@ -502,13 +578,6 @@ def _narrowed(x: Tensor, have: Demand, need: Demand) -> Tensor:
     for axis, a, b, m, n in zip(need.positions, have.start, need.start, have.size, need.size, strict=True):
         x = x if m == n else x.narrow(axis, b - a, n)
     return x
-
-
-def _call(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    return target(*args, **kwargs)
 
 
 def _fill(x: Tensor, inside: Inside, demand: Demand, value: float) -> Tensor:
@@ -557,4 +626,9 @@ class Skipped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.run.backward(grad, load(ctx), ctx.needs_input_grad[1:])
+        try:
+            return None, *ctx.run.backward(grad, load(ctx), ctx.needs_input_grad[1:])
+        except Exception:
+            if ctx.run.snapshot is not None:
+                ctx.run.snapshot.restore()
+            raise

@@ -70,6 +70,7 @@ class Program:
                 continue
             if statistic in ("batch", "sample"):
                 function = statistics.normalise if statistic == "batch" else statistics.normalise_samples
+                function = statistics.normalise_by_running if statistics.keeps_running(node) else function
                 setattr(root, f"step_{number}", _Apply(_spread(function)))
                 args = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 both = graph.call_module(f"step_{number}", args)
@@ -112,6 +113,14 @@ class Program:
             return outputs
         outputs, found = self.code(*entries, rows)
         return (outputs, dict(zip(self.keys, found, strict=True))) if self.keep_statistics else outputs
+
+
+def called(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a node calls, with these arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return target(*args, **kwargs)
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
@@ -184,9 +193,7 @@ class InStep:
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         if step.run is not None:
             return step.run(args, kwargs, Where(tuple, (), (), (), rows))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return called(node, args, kwargs)
 
     def _normalise(self, node: fx.Node, values: list[dict[fx.Node, Any]]) -> None:
         source = node.args[0] if node.args else node.kwargs["input"]

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from backdrop.graph import table
 from backdrop.graph.cost import Cost, total
+from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Axes, Call, MisalignedError, Slide, Statistics, Step, Tap, UnsupportedError, Where
 from backdrop.graph.trace import Traced, name_of
@@ -97,13 +98,19 @@ class Segment:
 
 
 def find_segment(
-    traced: Traced, exits: Mapping[fx.Node, Demand], masks: Iterable[fx.Node], policy: Statistics
+    traced: Traced,
+    exits: Mapping[fx.Node, Demand],
+    masks: Iterable[fx.Node],
+    policy: Statistics,
+    *,
+    everything: bool = False,
 ) -> Segment:
-    """Walk back from what masks take, as far as rules reach."""
+    """Walk back from what masks take, as far as rules reach; also beyond what wants a gradient, if `everything` is to
+    run in tiles."""
     exits, refused = dict(exits), dict[fx.Node, tuple[str, str]]()
     while True:
         try:
-            segment = _Walk(traced, exits, set(masks), policy, refused).segment
+            segment = _Walk(traced, exits, set(masks), policy, refused, everything).segment
         except MisalignedError as error:
             exits = {node: _larger(demand, error) for node, demand in exits.items()}
             continue
@@ -134,6 +141,7 @@ class _Walk:
         masks: set[fx.Node],
         policy: Statistics,
         refused: dict[fx.Node, tuple[str, str]],
+        everything: bool,
     ) -> None:
         self.traced, self.masks, self.policy, self.refused = traced, masks, policy, refused
         self.unit = next(iter(exits.values())).step
@@ -141,7 +149,8 @@ class _Walk:
         self.demands = self.segment.demands = dict(exits)
         self.context = {traced.contexts[mask] for mask in masks}
         self.order = list(traced.graph.nodes)
-        self.reached = self._reached()
+        self.everything = everything
+        self.reached = set(self.order) if everything else self._reached()
         self.looked_up: set[fx.Node] = set()  # values of which a position reads all, as keys and values of attention
         # The list grows the demands that it looks at.
         members = [node for node in reversed(self.order) if node in self.demands and self._take(node)][::-1]
@@ -220,7 +229,7 @@ class _Walk:
             except UnsupportedError as error:
                 reason = str(error)
         if reason:
-            if not pooled and node in traced.differentiable:
+            if not pooled and (self.everything or node in traced.differentiable):
                 self.segment.kept.append((name_of(node), reason))
             return False
         self.segment.steps[node] = step
@@ -244,6 +253,8 @@ class _Walk:
         if self.unit and node in traced.draws and not traced.draw_ahead(node):
             called = getattr(node.target, "__name__", str(node.target)).strip("_")
             return f"{called} would draw new numbers when windows are computed again; move it behind the mask"
+        if node in traced.sharing and node.target is running_batch_norm:
+            return TORN
         return ""
 
     def _other_mode(self, node: fx.Node) -> str:

@@ -11,12 +11,14 @@ which is dense even where dy is zero almost everywhere. Forward always uses the 
 - "sampled": the formula over the cells that are computed again (W of them instead of M): the two sums are the same,
   and what they subtract falls on the sampled cells alone, an estimate of the exact gradient from the kept part.
 - "frozen": m and r are constants: dx_i = gamma * r * dy_i.
+
+"running" is another model: m and r are the running statistics, forward and backward, see `backdrop.graph.running`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +26,30 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from backdrop._core import kernels
+from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Statistics
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish, normalised
 from backdrop.skip.segments import Demand
+from backdrop.skip.totals import Spread
 from backdrop.skip.windows import Inside, Windows, cut
 
-STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen")
+STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen", "running")
 NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+GROUP_NAMES = ("input", "num_groups", "weight", "bias", "eps")
+INSTANCE_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 
 
 def check_statistics(statistics: Statistics) -> None:
     if statistics not in STATISTICS:
         raise ValueError(f"statistics has to be one of {', '.join(map(repr, STATISTICS))}, but got {statistics!r}")
+
+
+def first(node: fx.Node) -> fx.Node:
+    """What a call normalises, or takes the mean of."""
+    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def settings(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> dict[str, Any]:
@@ -64,6 +77,34 @@ def running_moments(node: fx.Node, values: Mapping[fx.Node, Any]) -> Moments:
     return Moments(given["running_mean"], (given["running_var"] + given["eps"]).rsqrt())
 
 
+def keeps_running(node: fx.Node) -> bool:
+    """Whether a call takes its running statistics and changes them by those of what it is given."""
+    return node.target is running_batch_norm
+
+
+def from_tiles(
+    node: fx.Node, values: Mapping[fx.Node, Any], found: Spread, dtype: torch.dtype
+) -> tuple[Moments, Callable[[], None]]:
+    """The statistics of a call of batch_norm, found tile by tile, and what makes the running ones take them up."""
+    given = settings(node, values)
+    mean, variance = given.get("running_mean"), given.get("running_var")
+    if found.number <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, but {node} is given one")
+
+    def change() -> None:
+        if mean is not None and variance is not None:
+            mean.lerp_(found.mean.to(mean.dtype), given["momentum"])
+            variance.lerp_(found.variance(unbiased=True).to(variance.dtype), given["momentum"])
+
+    return found.moments(given["eps"], dtype), change
+
+
+def running_before(node: fx.Node, values: Mapping[fx.Node, Any]) -> Moments:
+    """Those of a call that is about to change them."""
+    mean, inverse_std = running_moments(node, values)
+    return Moments(mean.clone(), inverse_std)
+
+
 def normalise(
     input: Tensor,  # noqa: A002  # as F.batch_norm has it
     running_mean: Tensor | None = None,
@@ -80,6 +121,21 @@ def normalise(
         input, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
     )
     return y, Moments(mean, inverse_std)
+
+
+def normalise_by_running(
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Moments]:
+    """What `running_batch_norm` does, and the statistics it used."""
+    used = Moments(running_mean.clone(), (running_var + eps).rsqrt())
+    return running_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), used
 
 
 def normalise_kept(
@@ -133,7 +189,9 @@ def normalise_together(
     given = settings(node, values)
     weight, bias = given.get("weight"), given.get("bias")
     _check_number(parts)
-    used = _moments_of_all(given, [x.detach() for x in parts])
+    used = running_before(node, values) if keeps_running(node) else None
+    found = _moments_of_all(given, [x.detach() for x in parts])
+    used = found if used is None else used
     cells = parts[0].numel() // parts[0].shape[1] if policy == "sampled" else None
     how = Epilogue(moments=used, cells=cells)
     parts[0] = finish(parts[0], weight, bias, how)
@@ -195,14 +253,31 @@ class SampleNorm(NamedTuple):
 
 def _sample_settings(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, int, Any, Any, float]:
     """Input, groups, weight, bias and eps of a call of group_norm or instance_norm."""
-    if (len(args) > 1 and isinstance(args[1], int)) or "num_groups" in kwargs:
-        given = named(args, dict(kwargs), ("input", "num_groups", "weight", "bias", "eps"))
-        groups = given["num_groups"]
-    else:
-        names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
-        given = named(args, dict(kwargs), names)
-        groups = given["input"].shape[1]
-    return given["input"], groups, given.get("weight"), given.get("bias"), given.get("eps", 1e-5)
+    groups = _groups(args, kwargs)
+    given = named(args, dict(kwargs), GROUP_NAMES if groups else INSTANCE_NAMES)
+    return (
+        given["input"],
+        groups or given["input"].shape[1],
+        given.get("weight"),
+        given.get("bias"),
+        given.get("eps", 1e-5),
+    )
+
+
+def groups_of(node: fx.Node, channels: int) -> int:
+    """Groups of channels of a call of group_norm or instance_norm."""
+    return _groups(node.args, node.kwargs) or channels
+
+
+def eps_of(node: fx.Node) -> float:
+    names = GROUP_NAMES if _groups(node.args, node.kwargs) else INSTANCE_NAMES
+    return float(named(node.args, dict(node.kwargs), names).get("eps", 1e-5))
+
+
+def _groups(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """None where every channel is a group, as in instance_norm."""
+    found = kwargs.get("num_groups", args[1] if len(args) > 1 else None)
+    return found if isinstance(found, int) else None
 
 
 def normalise_samples(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
