@@ -9,7 +9,7 @@ from backdrop import functional, schedules
 from backdrop.functional import effective_batch_size
 from backdrop.graph import register_rule
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
-from backdrop.placement import gradient_noise, insert, inspect, receptive_fields, remove, suggest
+from backdrop.placement import doctor, gradient_noise, insert, inspect, receptive_fields, remove, suggest
 from backdrop.skip import Skip, skip_blocked
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Backdrop2d",
     "Backdrop3d",
     "Skip",
+    "doctor",
     "effective_batch_size",
     "functional",
     "gradient_noise",

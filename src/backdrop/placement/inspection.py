@@ -43,7 +43,7 @@ from backdrop.skip.statistics import check_statistics
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Inspection", "Mask", "Row", "Step", "check_path", "inspect"]
+__all__ = ["Inspection", "Mask", "Row", "Step", "check_path", "device_of", "inspect"]
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -211,7 +211,7 @@ def inspect(
     """
     check_model(model)
     check_statistics(statistics)
-    place = _device(model, device)
+    place = device_of(model, device)
     fields = receptive_fields(model, input_shape)
     try:
         saved = savings(model, input_shape, statistics=statistics, device=place)
@@ -234,7 +234,8 @@ def check_path(path: str | Path) -> Path:
     return path
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The one that is asked for, or that of the model."""
     if device is None:
         return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     try:

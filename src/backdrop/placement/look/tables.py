@@ -12,7 +12,18 @@ from backdrop.placement.look import wording
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["LAYERS", "MASKS", "as_rich", "as_text", "layer_cells", "lines", "mask_cells", "mask_notes", "remarks"]
+__all__ = [
+    "LAYERS",
+    "MASKS",
+    "aligned",
+    "as_rich",
+    "as_text",
+    "layer_cells",
+    "lines",
+    "mask_cells",
+    "mask_notes",
+    "remarks",
+]
 
 LAYERS = ("layer", "kind", "lattice", "receptive field", "stride")
 MASKS = ("mask", "units", "p", "kept in a step", "effective batch", "Skip: time", "Skip: memory")
@@ -73,13 +84,13 @@ def remarks(found: Inspection) -> list[str]:
 
 
 def as_text(found: Inspection) -> str:
-    layers = _aligned(LAYERS, [layer_cells(step) for step in lines(found)], FIRST_NUMBERS[0])
-    masks = _aligned(MASKS, [mask_cells(row) for row in found.masks], FIRST_NUMBERS[1]) if found.masks else ""
+    layers = aligned(LAYERS, [layer_cells(step) for step in lines(found)], FIRST_NUMBERS[0])
+    masks = aligned(MASKS, [mask_cells(row) for row in found.masks], FIRST_NUMBERS[1]) if found.masks else ""
     said = "\n".join(textwrap.fill(text, WIDTH) for text in (*mask_notes(found), *remarks(found)))
     return "\n\n".join(part for part in (wording.heading(found), layers, masks, said) if part)
 
 
-def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> str:
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> str:
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
