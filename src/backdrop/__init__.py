@@ -5,6 +5,11 @@
 Backdrop2d(p=0.99, patch=4)
 """
 
+from backdrop._core.installed import refuse_namesake
+
+refuse_namesake()  # before anything of it may be imported
+
+# ruff: noqa: E402
 from backdrop import functional, schedules
 from backdrop.functional import effective_batch_size
 from backdrop.graph import register_rule

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+from backdrop._core.installed import how_to_install
+
 try:
     import typer
     from rich.console import Console
@@ -14,11 +16,32 @@ try:
     from rich.text import Text
     from typer.core import TyperCommand
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}; the command needs: pip install 'torch-backdrop[experiments]'") from None
+    raise SystemExit(f"{error}; the command needs: {how_to_install('experiments')}") from None
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Stochastic backpropagation: the experiments of the paper."
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        import backdrop
+
+        typer.echo(f"backdrop {backdrop.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
+
 data = typer.Typer(no_args_is_help=True, help="The data sets: get them, see what is there.")
 app.add_typer(data, name="data")
 
@@ -177,7 +200,7 @@ def errors_in_red() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        problem = f"{error}; it comes with: pip install 'torch-backdrop[experiments]'"
+        problem = f"{error}; it comes with: {how_to_install('experiments')}"
     except (OSError, TypeError, ValueError, RuntimeError) as error:
         problem = str(error)
     else:

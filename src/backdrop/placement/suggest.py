@@ -10,13 +10,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from backdrop._core.checks import check_positive
-from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, drops_samples
+from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Axes, Field, Followed, by, follow
+from backdrop.placement.surgery import mask_on
 
 __all__ = ["Place", "Suggestion", "Suggestions", "places_of", "rounded", "suggest"]
 
@@ -83,23 +84,18 @@ class Place(NamedTuple):
         return rounded(min(0.5, (self.field.independent or 1) / self.units))
 
     def layer(self, p: float) -> Backdrop:
-        return Backdrop(p, (0, *self.axes), exact=True) if self._kind is None else self._kind(p, exact=True)
+        return mask_on(self.axes)(p, exact=True)
 
     def code(self, *arguments: str) -> str:
         """How the layer is made."""
-        if self._kind is not None:
-            return f"{self._kind.__name__}({', '.join(arguments)})"
+        kind = mask_on(self.axes)
+        if isinstance(kind, type):
+            return f"{kind.__name__}({', '.join(arguments)})"
         first, *more = arguments
         return f"Backdrop({', '.join([first, str((0, *self.axes)), *more])})"
 
-    @property
-    def _kind(self) -> Any:
-        if self.axes == tuple(range(2, 2 + len(self.axes))) and len(self.axes) <= 3:
-            return (Backdrop1d, Backdrop2d, Backdrop3d)[len(self.axes) - 1]
-        return None
 
-
-def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterable[float]) -> Suggestions:
+def suggest(model: nn.Module, input_shape: Sequence[int] | Tensor, sizes: float | Iterable[float]) -> Suggestions:
     """For each size of a structure, the layer after which to mask and probabilities to start from, in words.
 
     A mask blocks the gradient where it stands, so it has to stand where all paths from the input to the output pass;
@@ -110,7 +106,7 @@ def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterabl
 
     Args:
         model: any module that takes one tensor.
-        input_shape: (samples, channels, positions...), with one to three spatial axes.
+        input_shape: (samples, channels, positions...), with one to three spatial axes, or a tensor of that shape.
         sizes: how large structures are from end to end, in input cells. The blobs of a Gaussian process are several
             correlation lengths wide: the paper masks at fields of 91 and 1275 pixels for lengths of 10 and 140.
 
@@ -126,7 +122,7 @@ def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterabl
     return Suggestions(_suggestion(size, places) for size in wanted)
 
 
-def places_of(model: nn.Module, input_shape: Sequence[int]) -> list[Place]:
+def places_of(model: nn.Module, input_shape: Sequence[int] | Tensor) -> list[Place]:
     """Every place for a mask, in the order of execution; at least one."""
     followed = follow(model, input_shape)
     places = _places(model, followed)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from backdrop._core.installed import how_to_install
 from backdrop.placement.inspection import Inspection, Row, Step
 from backdrop.placement.look import wording
 
@@ -78,6 +79,10 @@ def remarks(found: Inspection) -> list[str]:
             "Skip: of a whole training step, estimated by the cost model for "
             f'{found.device} with statistics="{found.statistics}".'
         )
+        if any(row.mask and row.mask.effective_batch is None for row in found.masks):
+            said.append(
+                "The effective batch of masks on positions depends on the gradients: gradient_noise measures it."
+            )
     else:
         said.append("There are no masks yet: backdrop.placement.suggest says where, insert puts them there.")
     return said
@@ -111,7 +116,7 @@ def as_rich(found: Inspection) -> Group:
         from rich.text import Text
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}; tables in colour need rich: pip install 'torch-backdrop[experiments]' (print() needs nothing)"
+            f"{error}; tables in colour need rich: {how_to_install('experiments')} (print() needs nothing)"
         ) from None
 
     def table(headings: Sequence[str], first_number: int) -> Table:
