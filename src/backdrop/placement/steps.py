@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from backdrop._core import tree
 from backdrop.placement.gradients import call, scalar
 
-__all__ = ["Batch", "Reading", "Run", "peak", "take_turns"]
+__all__ = ["Batch", "Reading", "Run", "peak", "seconds_of", "take_turns"]
 
 Run: TypeAlias = Callable[[], object]
 
@@ -94,14 +94,14 @@ def take_turns(runs: Mapping[str, Run], device: torch.device, rounds: int) -> di
     """Readings of each, from rounds in which all of them run once; two rounds come first and do not count."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(2):  # the first captures, the second finds all sizes known
-        first = {name: _seconds(run, device) for name, run in runs.items()}
+        first = {name: seconds_of(run, device) for name, run in runs.items()}
     for _ in range(max(3, min(rounds, int(rounds * LONG / max(sum(first.values()) / len(first), 1e-9))))):
         for name, run in runs.items():
-            times[name].append(_seconds(run, device))
+            times[name].append(seconds_of(run, device))
     return {name: Reading(statistics.median(times[name]), peak(run, device)) for name, run in runs.items()}
 
 
-def _seconds(run: Run, device: torch.device) -> float:
+def seconds_of(run: Run, device: torch.device) -> float:
     _finish(device)
     begin = time.perf_counter()
     run()
