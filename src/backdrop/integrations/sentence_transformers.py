@@ -59,7 +59,8 @@ class BackdropMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss): 
         sizes = [_texts(column) for column in columns]
         device = next(value.device for value in columns[0].values() if isinstance(value, Tensor))
         if self.mask.choose == "uniform":
-            weights = self.mask.draw_weight(torch.empty(sum(sizes), 1, device=device)).flatten().split(sizes)
+            drawn = self.mask.draw_weight(torch.empty(sum(sizes), 1, device=device)).flatten()
+            weights = torch.split(drawn, sizes)
             kept = [_Part(self, column, weight > 0) for column, weight in zip(columns, weights, strict=True)]
             rest = [_Part(self, column, weight == 0) for column, weight in zip(columns, weights, strict=True)]
             embedded = [_embedded(self, *parts) for parts in zip(kept, rest, strict=True)]
@@ -74,13 +75,13 @@ class BackdropMultipleNegativesRankingLoss(CachedMultipleNegativesRankingLoss): 
                     "(dropout), which would be others then; set its dropout to 0, or choose 'uniform'"
                 )
             loss, grads = self._loss_and_gradients(embedded, labels)
-            weights = self.mask.choose_weight(torch.cat(grads)).flatten().split(sizes)
+            weights = torch.split(self.mask.choose_weight(torch.cat(grads)).flatten(), sizes)
             kept = [_Part(self, column, weight > 0) for column, weight in zip(columns, weights, strict=True)]
         cache = [
-            list((grad * weight[:, None].to(grad.dtype))[part.rows].split(part.sizes))
+            list(torch.split((grad * weight[:, None].to(grad.dtype))[part.rows], part.sizes))
             for grad, weight, part in zip(grads, weights, kept, strict=True)
         ]
-        loss.register_hook(
+        loss.register_hook(  # type: ignore[no-untyped-call]
             partial(
                 _backward_hook,
                 sentence_features=[part.features for part in kept],
