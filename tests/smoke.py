@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import backdrop
-from backdrop import Backdrop, Backdrop2d, insert, receptive_fields, skip_blocked
+from backdrop import Backdrop, Backdrop2d, insert, receptive_fields, selftest, skip_blocked
 from backdrop.losses import rank_statistic_loss
 from backdrop.textures import TextureDataset
 
@@ -46,10 +46,12 @@ def main():
     rank_statistic_loss(ranked(torch.randn(32, 4)), torch.arange(32) % 2).backward()
     assert ranked[0].weight.grad.abs().sum() > 0
 
+    assert selftest.main() == 0
+
     command = Path(sys.executable).with_name("backdrop")
     told = subprocess.run([command, "--help"], capture_output=True, text=True)
     assert "Traceback" not in told.stderr, told.stderr
-    assert told.returncode == 0 or "torch-backdrop[experiments]" in told.stderr, told.stderr
+    assert told.returncode == 0 or "[experiments]" in told.stderr, told.stderr
     print(f"backdrop {backdrop.__version__} works with torch {torch.__version__} on Python {sys.version.split()[0]}")
 
 

@@ -124,7 +124,7 @@ def test_without_the_extra_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import backdrop.cli"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
-    assert "pip install 'torch-backdrop[experiments]'" in result.stderr
+    assert "pip install '.[experiments]'" in result.stderr
     assert "Traceback" not in result.stderr
 
 

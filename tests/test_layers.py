@@ -453,3 +453,11 @@ def test_export_in_eval_leaves_no_trace_of_the_layer():
     targets = [[node.target for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
     assert targets[0] == targets[1]
     assert torch.equal(graphs[0].module()(x), plain(x))
+
+
+@pytest.mark.parametrize("choose", ["uniform", "gradient"])
+def test_what_changes_the_output_in_place_is_told_that_it_is_a_mask_and_what_to_do(choose):
+    model = nn.Sequential(nn.Linear(3, 3), Backdrop(0.5, choose=choose), nn.ReLU(inplace=True))
+    with pytest.raises(RuntimeError, match=r"Backdrop, which shares the memory of its input \(say inplace=False"):
+        model(torch.randn(4, 3))
+    model.eval()(torch.randn(4, 3))

@@ -37,6 +37,7 @@ MODULES = [
     "backdrop.integrations.jax",
     "backdrop.integrations.lightning",
     "backdrop.integrations.sources",
+    "backdrop.integrations.sentence_transformers",
     "backdrop.integrations.timm",
     "backdrop.integrations.transformers",
 ]

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from backdrop._core.installed import how_to_install
+
 __all__ = ["App", "app"]
 
 
@@ -34,7 +36,7 @@ def _errors_in_red(command: Callable[..., Any]) -> Callable[..., Any]:
         except typer.Exit:
             raise
         except ModuleNotFoundError as error:
-            problem = f"{error}; it comes with: pip install 'torch-backdrop[experiments]'"
+            problem = f"{error}; it comes with: {how_to_install('experiments')}"
         except (OSError, TypeError, ValueError, RuntimeError) as error:
             problem = str(error)
         Console(stderr=True).print(Text(problem, "red"), soft_wrap=True)

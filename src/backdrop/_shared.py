@@ -38,7 +38,7 @@ from backdrop import functional
 from backdrop._core import informed
 from backdrop._core.checks import Choose, Dims, Patch, Probability, Scale, check_dims, is_readable
 from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice, spread
-from backdrop._core.product import multiply
+from backdrop._core.product import multiply, names_backdrop
 from backdrop._core.seeds import generator_for
 from backdrop.distributed import Group, exchange, gather_parts, resolve
 
@@ -361,6 +361,7 @@ class Draw:
         return masked
 
 
+@names_backdrop
 class _MaskLater(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Draw) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+from backdrop._core.installed import how_to_install
+
 try:
     import typer
     from rich.console import Console
@@ -14,7 +16,27 @@ try:
 
     from backdrop._app import App, app
 except ModuleNotFoundError as error:
-    raise SystemExit(f"{error}; the command needs: pip install 'torch-backdrop[experiments]'") from None
+    raise SystemExit(f"{error}; the command needs: {how_to_install('experiments')}") from None
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        import backdrop
+
+        typer.echo(f"backdrop {backdrop.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
 
 data = App(no_args_is_help=True, help="The data sets: get them, see what is there.")
 app.add_typer(data, name="data")

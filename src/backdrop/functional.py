@@ -43,7 +43,7 @@ from backdrop._core.checks import (
     check_weight,
 )
 from backdrop._core.draw import Lattice, draw_units, is_zero, make_lattice, spread
-from backdrop._core.product import multiply, wants_gradient
+from backdrop._core.product import multiply, names_backdrop, wants_gradient
 
 __all__ = ["backdrop", "choose_weight", "draw_mask", "draw_weight", "effective_batch_size", "mask_gradient"]
 
@@ -236,7 +236,9 @@ def mask_gradient(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def effective_batch_size(batch: float, p: float) -> float:
-    """Samples that carry gradient per step on average: `batch * (1 - p)` (paper, section 2.1).
+    """Of a mask on samples: `batch * (1 - p)` of them carry gradient, on average (paper, section 2.1).
+
+    Minibatches of so many samples would be as noisy. For masks on positions `gradient_noise` measures which would be.
 
     Examples:
         >>> effective_batch_size(2048, 0.75)
@@ -252,6 +254,7 @@ def _apply(x: Tensor, weight: Tensor) -> Tensor:
     return masked
 
 
+@names_backdrop
 class _MaskGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -265,6 +268,7 @@ class _MaskGradient(torch.autograd.Function):
         return multiply(grad, ctx.weight), None
 
 
+@names_backdrop
 class _TransformableMaskGradient(torch.autograd.Function):
     """The same under torch.func's transforms (grad, vmap, jvp), whose form of Function costs more per call."""
 
@@ -307,6 +311,7 @@ def _apply_informed(
     return masked
 
 
+@names_backdrop
 class _InformedMask(torch.autograd.Function):
     """Chooses in the first backward pass; later ones through the same call have its mask, and are as unbiased."""
 

@@ -254,7 +254,6 @@ def test_logs_the_units_of_every_mask_also_where_gradients_are_skipped(skipping,
         {
             "2/p": 0.9,
             "2/kept_units": 12 * 0.1 + 0.9**12,  # never none
-            "2/effective_batch_size": 1.6,
             "7/p": 0.75,
             "7/kept_units": 16 * 0.25 + 0.75**16,
             "7/effective_batch_size": 4.0,

@@ -18,7 +18,9 @@ from backdrop._core.draw import make_lattice
 from backdrop.experiments.models import gp_network
 from backdrop.placement.fields import receptive_fields
 from backdrop.placement.inspection import expected_kept, inspect
+from backdrop.placement.noise import gradient_noise
 from backdrop.placement.savings import savings
+from backdrop.placement.suggest import suggest
 from backdrop.placement.surgery import insert
 
 SMALL = (2, 1, 64, 64)
@@ -146,9 +148,7 @@ def test_masks_of_the_paper_keep_what_the_paper_says():
         True,
     )
     assert (large.groups, large.units, large.kept) == (4, 16, 1)  # 0.96 of a unit would be none
-    assert small.effective_batch == pytest.approx(0.04)
-    assert large.effective_batch == pytest.approx(0.24)
-    assert small.batch == 4
+    assert (small.batch, small.effective_batch, large.effective_batch) == (4, None, None)  # gradient_noise says
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ layer   kind               lattice  receptive field  stride
 
 mask  units                   p  kept in a step  effective batch  Skip: time  Skip: memory
 ----  --------------------  ---  --------------  ---------------  ----------  ------------
-5     units in each sample  0.9       22 of 225         0.2 of 2"""
+5     units in each sample  0.9       22 of 225                -"""
 
 
 def test_it_prints_as_a_table():
@@ -531,9 +531,25 @@ def test_the_picture_tells_what_the_masks_do():
         "28: Backdrop2d, p = 0.99",
         "a position sees 91 x 91 of 1024 x 1024 cells",
         "keeps 41 of 4,096 units in each sample",
-        "effective batch size 0.04 of 4",
         "a position sees the whole input (1275 x 1275 cells)",
         "keeps 1 of 16 units in each sample",
     ):
         assert expected in words
     assert "28 with p = 0.99 keeps 41 of 4,096 units in each sample" in picture.alt
+
+
+def test_a_batch_does_as_well_as_its_shape():
+    x = torch.randn(SMALL)
+    assert str(inspect(network(), x)) == str(inspect(network(), SMALL))
+    assert receptive_fields(network(), x)["3"] == receptive_fields(network(), SMALL)["3"]
+    assert suggest(network(), x, 9)[0].after == suggest(network(), SMALL, 9)[0].after
+    with pytest.raises(ValueError, match=r"has to be the shape of a batch.* but got \(4,\)"):
+        inspect(network(), torch.tensor([2, 1, 64, 64]))
+
+
+def test_inspect_and_gradient_noise_mean_the_same_by_effective_batch():
+    model = nn.Sequential(nn.Linear(4, 1), Backdrop(0.75, exact=True))
+    (row,) = inspect(model, (64, 4)).masks
+    batch = torch.randn(64, 4), torch.randn(64, 1)
+    measured = gradient_noise(model, nn.functional.mse_loss, batch, seed=0).total.effective_batch_size
+    assert row.mask.effective_batch == 16 == pytest.approx(measured, rel=0.25)

@@ -377,6 +377,8 @@ def test_inserting_changes_no_state():
         ({}, ValueError, "masks has to name at least one module"),
         ({"features.11": Backdrop(0.5)}, ValueError, "'features.11', but Model has no such module; .*'features.1'"),
         ({"": Backdrop(0.5)}, ValueError, "names '', but Model has no such module"),
+        ({"features.1": 0.9}, TypeError, r"masks\['features.1'\] is the number 0.9: give input_shape=, such as"),
+        ({"features.1": True}, TypeError, r"masks\['features.1'\] has to be a Backdrop layer, but got bool"),
         ({"features.1": nn.ReLU()}, TypeError, r"masks\['features.1'\] has to be a Backdrop layer, but got ReLU"),
         ({"mask": Backdrop(0.5)}, ValueError, "is a mask itself; set its p"),
         ({"blocks": Backdrop(0.5)}, ValueError, "a ModuleList, which is never called itself"),
@@ -405,3 +407,48 @@ def test_refused(masks, error, message):
         insert(Model(), masks)
     with pytest.raises(TypeError, match=r"model has to be a torch\.nn\.Module, but got int"):
         insert(3, masks)
+
+
+class Rearranged(nn.Module):
+    """Channels last, then tokens, then one vector for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.last, self.tokens, self.head = (
+            nn.Conv2d(1, 4, 3),
+            nn.LayerNorm(4),
+            nn.Linear(4, 5),
+            nn.Linear(5, 2),
+        )
+
+    def forward(self, x):
+        x = self.tokens(self.last(self.conv(x).permute(0, 2, 3, 1)))
+        return self.head(x.flatten(1, 2).mean(1))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 9, 8), torch.zeros(2, 1, 9, 8)])
+@pytest.mark.parametrize(
+    ("name", "kind", "dims"),
+    [
+        ("conv", Backdrop2d, (0, 2, 3)),
+        ("last", Backdrop, (0, 1, 2)),
+        ("tokens", Backdrop, (0, 1, 2)),
+        ("head", Backdrop, 0),
+    ],
+)
+def test_a_number_is_the_p_of_a_mask_where_positions_are(name, kind, dims, shape):
+    masked = insert(Rearranged(), {name: 0.75}, input_shape=shape)
+    mask = masked.get_submodule(name).backdrop
+    assert (type(mask), mask.dims, mask.p, mask.exact) == (kind, dims, 0.75, False)
+    masked(torch.randn(2, 1, 9, 8)).sum().backward()
+
+
+def test_numbers_and_layers_go_together():
+    masked = insert(network(), {"1": 0, "4": Backdrop2d(0.5)}, input_shape=(1, 1, 12, 12))
+    assert (masked[1].backdrop.p, masked[4].backdrop.p) == (0, 0.5)
+    with pytest.raises(ValueError, match="p has to be in"):
+        insert(network(), {"1": 90}, input_shape=(1, 1, 12, 12))
+    with pytest.raises(ValueError, match="has no such module"):
+        insert(network(), {"nowhere": 0.5}, input_shape=(1, 1, 12, 12))
+    with pytest.raises(ValueError, match="cannot take an input of shape"):
+        insert(network(), {"1": 0.5}, input_shape=(1, 3, 12, 12))

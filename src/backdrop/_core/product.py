@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from backdrop._core import kernels
 
 PART = 2**18  # elements that are multiplied at a time where dtypes are mixed on a CPU
 _told_of_overflow = False
+
+
+def names_backdrop(function: Any) -> Any:
+    """A decorator: what torch calls such a result where somebody changes it in place."""
+    function._backward_cls.__name__ = (
+        "Backdrop, which shares the memory of its input (say inplace=False behind it, or use backdrop.insert),"
+    )
+    return function
 
 
 def multiply(grad: Tensor, weight: Tensor) -> Tensor:

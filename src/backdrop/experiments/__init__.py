@@ -1,4 +1,4 @@
-"""The paper as runnable studies. Needs the extra: `pip install 'torch-backdrop[experiments]'`."""
+"""The paper as runnable studies. Needs the extra: `pip install '.[experiments]'`."""
 
 from backdrop.experiments.masks import tune_masks
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from backdrop._core.installed import how_to_install
 from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record
@@ -31,7 +32,7 @@ from backdrop.experiments.train import Options, check_device, fit
 
 __all__ = ["Place", "join", "mend", "run", "show", "tune"]
 
-NEEDS = "needs Optuna: pip install 'torch-backdrop[experiments]'"
+NEEDS = f"needs Optuna: {how_to_install('experiments')}"
 
 
 @dataclass(frozen=True)

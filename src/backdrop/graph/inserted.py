@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from backdrop import functional
 from backdrop._core import marks, tree
 from backdrop._core.draw import is_zero
-from backdrop._core.product import multiply
+from backdrop._core.product import multiply, names_backdrop
 from backdrop._shared import Draw
 from backdrop.layers import Backdrop, drops_samples
 
@@ -73,6 +73,7 @@ def mask_tensors(mask: Backdrop, tensors: list[Tensor]) -> list[Tensor]:
     return [functional.mask_gradient(t, weight.view(-1, *[1] * (t.ndim - 1))) for t in tensors]
 
 
+@names_backdrop
 class _ChosenTogether(torch.autograd.Function):
     """One choice by the gradients of all tensors, drawn in the first backward pass."""
 

@@ -101,7 +101,7 @@ class Look:
         return [node for node in calls if node not in self.within and self.is_tensor(node)]
 
 
-def look(model: nn.Module, input_shape: Sequence[int]) -> Look:
+def look(model: nn.Module, input_shape: Sequence[int] | Tensor) -> Look:
     """Follow a model that takes one tensor of this shape; the model is as before afterwards."""
     check_model(model)
     shape = check_input_shape(input_shape)
@@ -147,7 +147,10 @@ def check_model(model: nn.Module) -> None:
         raise TypeError(f"model has to be a torch.nn.Module, but got {type(model).__name__}")
 
 
-def check_input_shape(input_shape: Sequence[int]) -> list[int]:
+def check_input_shape(input_shape: Sequence[int] | Tensor) -> list[int]:
+    """Of a batch, or of the tensor that is one."""
+    if isinstance(input_shape, Tensor):
+        input_shape = tuple(input_shape.shape)
     if isinstance(input_shape, str) or not hasattr(input_shape, "__len__") or len(input_shape) < 2:
         raise ValueError(
             "input_shape has to be the shape of a batch, (samples, channels, positions...), such as (1, 3, 224, 224), "

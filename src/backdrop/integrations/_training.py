@@ -14,7 +14,7 @@ from backdrop._core.checks import check_dims
 from backdrop._core.draw import make_lattice
 from backdrop.distributed import resolve
 from backdrop.functional import effective_batch_size
-from backdrop.layers import Backdrop
+from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.inspection import expected_kept
 from backdrop.schedules import Schedule, VarianceBudget
 
@@ -95,7 +95,8 @@ class Masks:
             if name in self.shapes:
                 rows, units = _drawn_for(layer, self.shapes[name])
                 found[f"backdrop/{name}/kept_units"] = expected_kept(units, p, exact=layer.exact)
-                found[f"backdrop/{name}/effective_batch_size"] = effective_batch_size(rows, p)
+                if drops_samples(layer, len(self.shapes[name])):  # else it depends on the gradients
+                    found[f"backdrop/{name}/effective_batch_size"] = effective_batch_size(rows, p)
         return found
 
     def stop(self) -> None:

@@ -25,17 +25,17 @@ __all__ = ["BackdropCallback"]
 
 
 class BackdropCallback(Callback):
-    """Move p with a schedule, and log p, kept units and effective batch size of every Backdrop layer.
+    """Move p with a schedule, and log p, kept units and effective batch size of Backdrop layers.
 
     A training step runs with the p that the schedule has for the trainer's `global_step` (or `current_epoch`) at its
     beginning. So it moves once per optimiser step, also where gradients are accumulated over several batches, and a
     resumed run goes on where it was. The checkpoint holds the state of the schedule, with each layer's own p.
 
     Logged for each layer every `log_every_n_steps`, under `backdrop/NAME/`: `p`; `kept_units`, those of a group that
-    are kept (on average, where masks are not exact); `effective_batch_size`, the samples of a batch times 1 - p. A
-    batch is that of one process, or of all that draw a mask together (`group=`). Nothing is asked of a GPU for these
-    numbers, unless p is a tensor there. With a `VarianceBudget`, `share_of_variance` too, what the mask adds by its
-    estimate; it reads some of the gradient after every step.
+    are kept (on average, where masks are not exact); and of masks on samples `effective_batch_size`, the samples of a
+    batch times 1 - p. A batch is that of one process, or of all that draw a mask together (`group=`). Nothing is asked
+    of a GPU for these numbers, unless p is a tensor there. With a `VarianceBudget`, `share_of_variance` too, what the
+    mask adds by its estimate; it reads some of the gradient after every step.
 
     Args:
         schedule: makes a schedule from the LightningModule when training starts, such as

@@ -24,7 +24,7 @@ __all__ = ["BackdropCallback"]
 
 
 class BackdropCallback(TrainerCallback):
-    """Move p with a schedule, and log p, kept units and effective batch size of every Backdrop layer.
+    """Move p with a schedule, and log p, kept units and effective batch size of Backdrop layers.
 
     A training step runs with the p that the schedule has for `state.global_step` (or the epoch) at its beginning. So it
     moves once per optimiser step, also where gradients are accumulated over several batches. The Trainer stores that
@@ -35,9 +35,9 @@ class BackdropCallback(TrainerCallback):
     `callbacks=[BackdropCallback(...), TensorBoardCallback()]`.
 
     Logged for each layer, under `backdrop/NAME/`: `p`; `kept_units`, those of a group that are kept (on average, where
-    masks are not exact); `effective_batch_size`, the samples of a batch times 1 - p. A batch is that of one process, or
-    of all that draw a mask together (`group=`). Nothing is asked of a GPU for these numbers, unless p is a tensor
-    there. With a `VarianceBudget`, `share_of_variance` too, what the mask adds by its estimate.
+    masks are not exact); and of masks on samples `effective_batch_size`, the samples of a batch times 1 - p. A batch is
+    that of one process, or of all that draw a mask together (`group=`). Nothing is asked of a GPU for these numbers,
+    unless p is a tensor there. With a `VarianceBudget`, `share_of_variance` too, what the mask adds by its estimate.
 
     Args:
         schedule: makes a schedule from the model when training starts, such as

@@ -8,7 +8,7 @@ The paper places masks where the receptive field matches the size of the structu
 >>> model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
 >>> (found,) = suggest(model, (4, 1, 64, 64), sizes=[10])
 >>> found.after, found.p
-('4', (0.0, 0.84, 0.98, 0.996))
+('4', (0.0, 0.86, 0.98, 0.996))
 >>> masked = insert(model, {found.after: Backdrop2d(0.98)})
 
 | | |
@@ -19,8 +19,10 @@ The paper places masks where the receptive field matches the size of the structu
 | `inspect` | tables and pictures: inspection.py; what they look like, `look`; `backdrop inspect`, command.py |
 | `gradient_noise` | how noisy masks make the gradient: noise.py, gradients.py; and would at other p: forecast.py |
 | `savings` | what Skip would save: savings.py |
+| `doctor` | what it saves, in steps that are run: diagnosis.py, with sites.py and steps.py |
 """
 
+from backdrop.placement.diagnosis import Diagnosis, doctor
 from backdrop.placement.fields import Field, Fields, receptive_fields
 from backdrop.placement.forecast import Forecast
 from backdrop.placement.inspection import Inspection, inspect
@@ -30,6 +32,7 @@ from backdrop.placement.suggest import Suggestion, Suggestions, suggest
 from backdrop.placement.surgery import insert, remove
 
 __all__ = [
+    "Diagnosis",
     "Field",
     "Fields",
     "Forecast",
@@ -38,6 +41,7 @@ __all__ = [
     "Saving",
     "Suggestion",
     "Suggestions",
+    "doctor",
     "gradient_noise",
     "insert",
     "inspect",

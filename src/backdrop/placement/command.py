@@ -1,4 +1,4 @@
-"""`backdrop inspect MODULE:FUNCTION --input 1,1,1024,1024`: a look at a model of one's own."""
+"""`backdrop inspect` and `backdrop doctor MODULE:FUNCTION --input 1,1,1024,1024`: a look at a model of one's own."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ from backdrop._core import named
 __all__ = ["find_model"]
 
 
+Named = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:NAME",
+        help="A function without arguments that returns a model, or a model or its class: MODULE:NAME or "
+        "FILE.py:NAME. The module or the file is run.",
+        show_default=False,
+    ),
+]
+Shape = Annotated[
+    str,
+    typer.Option(
+        "--input", metavar="SHAPE", help="Samples, channels and positions: 1,1,1024,1024.", show_default=False
+    ),
+]
+
+
 @app.command()
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:NAME",
-            help="A function without arguments that returns a model, or a model or its class: MODULE:NAME or "
-            "FILE.py:NAME. The module or the file is run.",
-            show_default=False,
-        ),
-    ],
-    input_: Annotated[
-        str,
-        typer.Option(
-            "--input", metavar="SHAPE", help="Samples, channels and positions: 1,1,1024,1024.", show_default=False
-        ),
-    ],
+    model: Named,
+    input_: Shape,
     out: Annotated[
         Path | None,
         typer.Option(help="A page (.html) or a picture (.png, .svg) to write as well.", show_default=False),
@@ -82,6 +86,63 @@ def inspect(
         from backdrop.placement.suggest import suggest
 
         console.print(Text(f"\n{suggest(found_model, shape, wanted)}"))
+    if path is not None:
+        found.save(path)
+        console.print(Text(str(path)), soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    model: Named,
+    input_: Shape,
+    sizes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE,...", help="Sizes of structures in the input: masks go there.", show_default=False),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="What there is, such as 8G. Else what is free.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A page (.html) to write as well.", show_default=False)] = None,
+    statistics: Annotated[
+        str | None,
+        typer.Option(help="Of batches: exact, sampled or frozen. Else exact, or sampled where that is in the way."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run, such as cuda.", show_default=False)] = None,
+) -> None:
+    """Run a few training steps with masks and without, and say what they gain on this machine.
+
+    backdrop doctor my_nets.py:network --input 2,3,2048,2048 --sizes 20,200 --memory 8G
+    """
+    from backdrop.graph.look import check_input_shape
+    from backdrop.placement.diagnosis import check_memory, check_page, random_batch
+    from backdrop.placement.diagnosis import doctor as examine
+    from backdrop.placement.inspection import device_of
+    from backdrop.skip.statistics import check_statistics
+
+    shape = check_input_shape(_numbers("--input", input_, int, "2,3,224,224"))
+    wanted = None if sizes is None else _numbers("--sizes", sizes, float, "16,256")
+    if statistics is not None:
+        check_statistics(statistics)  # type: ignore[arg-type]
+    path = None if out is None else check_page(out)
+    found_model = find_model(model)
+    place = device_of(found_model, device)
+    room = check_memory(memory, place)
+    error = Console(stderr=True)
+    batch, note = random_batch(found_model.to(place), shape, room)
+    with error.status("") as status:
+        found = examine(
+            found_model,
+            batch,
+            sizes=wanted,
+            memory=room,
+            statistics=statistics,  # type: ignore[arg-type]
+            progress=status.update,
+        )
+    console = Console()
+    for text in (note, str(found)):
+        if text:
+            console.print(Text(text), soft_wrap=True)
     if path is not None:
         found.save(path)
         console.print(Text(str(path)), soft_wrap=True)

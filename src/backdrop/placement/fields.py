@@ -23,10 +23,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias, overload
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from backdrop._core.checks import nearest
-from backdrop.graph.look import Look, look
+from backdrop.graph.look import Look, check_input_shape, look
 from backdrop.graph.reach import NOTHING, Reach, Taps, between, hull, window
 from backdrop.graph.table import Call, Slide, Step, Tap, UnsupportedError, find
 
@@ -127,7 +127,7 @@ def by(values: Iterable[object]) -> str:
     return "x".join(map(str, values)) or "-"
 
 
-def receptive_fields(model: nn.Module, input_shape: Sequence[int]) -> Fields:
+def receptive_fields(model: nn.Module, input_shape: Sequence[int] | Tensor) -> Fields:
     """The receptive field of every layer of a model, found without computing anything.
 
     All channels of a position are taken together. Branches that meet have the largest of their fields. Statistics over
@@ -137,7 +137,7 @@ def receptive_fields(model: nn.Module, input_shape: Sequence[int]) -> Fields:
     Args:
         model: any module that takes one tensor. What comes of code that torch.compile's front end cannot follow has an
             unbounded field.
-        input_shape: (samples, channels, positions...), with any number of spatial axes.
+        input_shape: (samples, channels, positions...), with any number of spatial axes, or a tensor of that shape.
     """
     found = follow(model, input_shape)
     outputs: dict[str, Field] = {}
@@ -168,10 +168,11 @@ class Followed(NamedTuple):
     fields: dict[fx.Node, Field]  # of those that are tensors and not the input itself
 
 
-def follow(model: nn.Module, input_shape: Sequence[int]) -> Followed:
+def follow(model: nn.Module, input_shape: Sequence[int] | Tensor) -> Followed:
     found = look(model, input_shape)
-    axes = tuple(range(2, len(input_shape)))
-    boxes = (tuple(Reach.of_input(int(input_shape[axis])) for axis in axes),)
+    shape = check_input_shape(input_shape)
+    axes = tuple(range(2, len(shape)))
+    boxes = (tuple(Reach.of_input(shape[axis]) for axis in axes),)
     values = {found.input: Value(axes, 0, boxes, "" if axes else "the input has no spatial axes")}
     fields: dict[fx.Node, Field] = {}
     for node in found.graph.nodes:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from backdrop._core import tree
+from backdrop.skip import Skip
 
-__all__ = ["Layer", "Step", "Sums", "tensors", "total"]
+__all__ = ["Layer", "Step", "Sums", "call", "scalar", "tensors", "total"]
 
 
 class Sums(NamedTuple):
@@ -106,15 +108,10 @@ class Step:
     def _outputs(self) -> Any:
         for buffer, before in self.buffers:
             buffer.copy_(before)
-        return self.model(self.inputs)
+        return call(self.model, self.inputs)
 
     def _value(self, outputs: Any) -> Tensor:
-        value = self.loss(outputs, *self.targets)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"loss has to return a tensor with one number, but got {got}; take its mean or its sum")
-        if not value.requires_grad:
-            raise ValueError("loss has to depend on the model's parameters, but what it returned carries no gradient")
+        value = scalar(self.loss(outputs, *self.targets))
         if not bool(value.isfinite()):
             raise ValueError(f"loss has to be finite, but got {value.item()}")
         return value
@@ -127,6 +124,27 @@ class Step:
         given = zip(self.owners, self.parameters, found, strict=True)
         for _, part in itertools.groupby(given, key=lambda one: one[0]):
             yield torch.cat([_as_vector(torch.zeros_like(x) if grad is None else grad) for _, x, grad in part])
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model on these inputs; those of a dictionary by their names, where forward takes such names."""
+    if not isinstance(inputs, Mapping):
+        return model(inputs)
+    asked = model.module if isinstance(model, Skip) else model
+    parameters = inspect.signature(type(asked).forward).parameters.values()  # that of the instance may be an engine's
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_name = set(inputs) <= named or (bool(inputs) and any(p.kind is p.VAR_KEYWORD for p in parameters))
+    return model(**inputs) if by_name else model(inputs)
+
+
+def scalar(value: Any) -> Tensor:
+    """What a loss returned, if a gradient can be taken of it."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss has to return a tensor with one number, but got {got}; take its mean or its sum")
+    if not value.requires_grad:
+        raise ValueError("loss has to depend on the model's parameters, but what it returned carries no gradient")
+    return value
 
 
 def _as_vector(grad: Tensor) -> Tensor:

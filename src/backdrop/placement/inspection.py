@@ -15,7 +15,7 @@ layer   kind                 lattice  receptive field  stride
 <BLANKLINE>
 mask  units                    p  kept in a step  effective batch  Skip: time  Skip: memory
 ----  --------------------  ----  --------------  ---------------  ----------  ------------
-3     units in each sample  0.99   640 of 64,009        0.02 of 2...
+3     units in each sample  0.99   640 of 64,009                -...
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backdrop._core.draw import make_lattice
 from backdrop._core.files import put
 from backdrop.functional import effective_batch_size
-from backdrop.graph.look import check_model
+from backdrop.graph.look import check_input_shape, check_model
 from backdrop.graph.table import Statistics
-from backdrop.layers import Backdrop
+from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Field, receptive_fields
 from backdrop.placement.savings import Saving, savings
 from backdrop.skip.statistics import check_statistics
@@ -43,7 +43,7 @@ from backdrop.skip.statistics import check_statistics
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Inspection", "Mask", "Row", "Step", "check_path", "inspect"]
+__all__ = ["Inspection", "Mask", "Row", "Step", "check_path", "device_of", "inspect"]
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -62,7 +62,8 @@ class Mask:
         exact: whether that number is always the same.
         shared: whether all samples of a batch share a mask over positions.
         batch: how many samples there are.
-        effective_batch: how many of them carry gradient, `batch * (1 - p)`.
+        effective_batch: the samples of a minibatch that would be as noisy, `batch * (1 - p)`, of masks on samples; None
+            for masks on positions, where it depends on the gradients: `gradient_noise` measures it.
         saving: what Skip would save of a training step, if that is known.
     """
 
@@ -75,7 +76,7 @@ class Mask:
     exact: bool
     shared: bool
     batch: int
-    effective_batch: float
+    effective_batch: float | None
     saving: Saving | None
 
 
@@ -192,7 +193,7 @@ class Inspection:
 
 def inspect(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Tensor,
     *,
     statistics: Statistics = "exact",
     device: torch.device | str | None = None,
@@ -201,7 +202,7 @@ def inspect(
 
     Args:
         model: any module that takes one tensor.
-        input_shape: of a batch, (samples, channels, positions...).
+        input_shape: of a batch, (samples, channels, positions...), or such a batch.
         statistics: what Skip would do with batch statistics, "exact", "sampled" or "frozen".
         device: where the model would be trained, such as "cuda", to estimate what Skip would save there. Else where it
             is now.
@@ -215,15 +216,16 @@ def inspect(
     """
     check_model(model)
     check_statistics(statistics)
-    place = _device(model, device)
-    fields = receptive_fields(model, input_shape)
+    place = device_of(model, device)
+    shape = tuple(check_input_shape(input_shape))
+    fields = receptive_fields(model, shape)
     try:
-        saved = savings(model, input_shape, statistics=statistics, device=place)
+        saved = savings(model, shape, statistics=statistics, device=place)
     except ValueError:  # it looks at values; all else has been checked above
         saved = {}
     layers = dict(model.named_modules(remove_duplicate=False))
-    rows = tuple(_row(field, layers, int(input_shape[0]), saved) for field in fields)
-    return Inspection(type(model).__name__, tuple(map(int, input_shape)), rows, statistics, str(place))
+    rows = tuple(_row(field, layers, shape[0], saved) for field in fields)
+    return Inspection(type(model).__name__, shape, rows, statistics, str(place))
 
 
 def check_path(path: str | Path) -> Path:
@@ -238,7 +240,8 @@ def check_path(path: str | Path) -> Path:
     return path
 
 
-def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The one that is asked for, or that of the model."""
     if device is None:
         return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     try:
@@ -267,7 +270,7 @@ def _mask(layer: Backdrop, shape: tuple[int, ...], batch: int, saving: Saving | 
         exact=layer.exact or p == 0,
         shared=0 not in lattice.axes,
         batch=batch,
-        effective_batch=effective_batch_size(batch, p),
+        effective_batch=effective_batch_size(batch, p) if drops_samples(layer, len(shape)) else None,
         saving=saving,
     )
 

@@ -62,7 +62,7 @@ class Saving:
 
 def savings(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Tensor,
     *,
     statistics: Statistics = "exact",
     device: torch.device | str = "cpu",

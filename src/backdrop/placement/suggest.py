@@ -12,16 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from backdrop._core.checks import check_positive
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Axes, Field, Followed, by, follow
+from backdrop.placement.surgery import mask_on
 
-__all__ = ["Suggestion", "Suggestions", "suggest"]
+__all__ = ["Place", "Suggestion", "Suggestions", "places_of", "rounded", "suggest"]
 
 FAR = 2.0  # a field that is so many times as large or as small as the structure does not fit it
 WIDTH = 88  # of lines, when suggestions are printed
+NEAR = 2.5  # times as many units: too few to be worth a try of their own
 NEARLY = 0.9  # a field that is this share of the structure holds enough of it
 
 
@@ -34,6 +36,7 @@ class Suggestion:
         after: the module to pass to `insert`.
         field: the receptive field there.
         p: probabilities to try, from 0, which keeps all units, to the one that keeps a single unit of each sample.
+        first: the one of them to start from, which keeps about as many units as do not overlap, but half at most.
         why: in words.
     """
 
@@ -41,6 +44,7 @@ class Suggestion:
     after: str
     field: Field
     p: tuple[float, ...]
+    first: float
     why: str
 
 
@@ -55,7 +59,7 @@ def _wrapped(line: str) -> str:
     return line if line.startswith("insert(") else textwrap.fill(line, WIDTH, break_on_hyphens=False)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A module that a mask can follow."""
 
     after: str
@@ -74,8 +78,24 @@ class _Place(NamedTuple):
         assert self.field.size is not None
         return float(math.prod(self.field.size) ** (1 / len(self.field.size)))
 
+    @property
+    def first(self) -> float:
+        """The p to start from: it keeps as many units as there are whose receptive fields do not overlap, or half."""
+        return rounded(min(0.5, (self.field.independent or 1) / self.units))
 
-def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterable[float]) -> Suggestions:
+    def layer(self, p: float) -> Backdrop:
+        return mask_on(self.axes)(p, exact=True)
+
+    def code(self, *arguments: str) -> str:
+        """How the layer is made."""
+        kind = mask_on(self.axes)
+        if isinstance(kind, type):
+            return f"{kind.__name__}({', '.join(arguments)})"
+        first, *more = arguments
+        return f"Backdrop({', '.join([first, str((0, *self.axes)), *more])})"
+
+
+def suggest(model: nn.Module, input_shape: Sequence[int] | Tensor, sizes: float | Iterable[float]) -> Suggestions:
     """For each size of a structure, the layer after which to mask and probabilities to start from, in words.
 
     A mask blocks the gradient where it stands, so it has to stand where all paths from the input to the output pass;
@@ -86,7 +106,7 @@ def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterabl
 
     Args:
         model: any module that takes one tensor.
-        input_shape: (samples, channels, positions...), with one to three spatial axes.
+        input_shape: (samples, channels, positions...), with one to three spatial axes, or a tensor of that shape.
         sizes: how large structures are from end to end, in input cells. The blobs of a Gaussian process are several
             correlation lengths wide: the paper masks at fields of 91 and 1275 pixels for lengths of 10 and 140.
 
@@ -95,14 +115,20 @@ def suggest(model: nn.Module, input_shape: Sequence[int], sizes: float | Iterabl
         >>> layers = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, 2, 2), nn.ReLU()]
         >>> (found,) = suggest(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), (1, 1, 64, 64), 10)
         >>> found.after, found.field.size, found.field.lattice, found.p
-        ('4', (12, 12), (16, 16), (0.0, 0.84, 0.98, 0.996))
+        ('4', (12, 12), (16, 16), (0.0, 0.86, 0.98, 0.996))
     """
     wanted = _check_sizes(sizes)
+    places = places_of(model, input_shape)
+    return Suggestions(_suggestion(size, places) for size in wanted)
+
+
+def places_of(model: nn.Module, input_shape: Sequence[int] | Tensor) -> list[Place]:
+    """Every place for a mask, in the order of execution; at least one."""
     followed = follow(model, input_shape)
     places = _places(model, followed)
     if not places:
         raise ValueError(_nowhere(model, followed))
-    return Suggestions(_suggestion(size, places) for size in wanted)
+    return places
 
 
 def _check_sizes(sizes: float | Iterable[float]) -> list[float]:
@@ -124,12 +150,12 @@ def _nowhere(model: nn.Module, followed: Followed) -> str:
     return f"{start}no layer of its own has a bounded receptive field and at least 2 positions{because}"
 
 
-def _places(model: nn.Module, followed: Followed) -> list[_Place]:
+def _places(model: nn.Module, followed: Followed) -> list[Place]:
     """Every place for a mask; of modules in a row with the same positions and the same field, the last."""
     outputs_of, layers = followed.look.outputs_of, followed.look.layers
     calls = Counter(path for paths in outputs_of.values() for path in paths)
     narrow = _bottlenecks(followed)
-    places: dict[object, _Place] = {}
+    places: dict[object, Place] = {}
     masks: dict[object, str] = {}
     for node in followed.look.rows:
         field = followed.fields.get(node)
@@ -143,7 +169,7 @@ def _places(model: nn.Module, followed: Followed) -> list[_Place]:
                 behind = _before(node, followed.look.within)
                 masks[place if node in narrow else (*place[:-1], behind)] = layers[node]
         elif path is not None:
-            places[place] = _Place(path, field, followed.values[node].axes, node not in narrow, "")
+            places[place] = Place(path, field, followed.values[node].axes, node not in narrow, "")
     return [place._replace(masked=masks.get(key, "")) for key, place in places.items()]
 
 
@@ -192,17 +218,17 @@ def _bottlenecks(followed: Followed) -> set[fx.Node]:
     return found
 
 
-def _suggestion(size: float, places: list[_Place]) -> Suggestion:
+def _suggestion(size: float, places: list[Place]) -> Suggestion:
     place = _choose(size, [place for place in places if not place.open])
     nearest = _choose(size, places)
     assert nearest is not None
     if place is None or (_distance(size, place) > FAR and _distance(size, nearest) < _distance(size, place)):
         place = nearest
-    p = _probabilities(place.units)
-    return Suggestion(size, place.after, place.field, p, _why(size, place, places, p))
+    p = _probabilities(place.units, place.first)
+    return Suggestion(size, place.after, place.field, p, place.first, _why(size, place, places, p))
 
 
-def _choose(size: float, places: list[_Place]) -> _Place | None:
+def _choose(size: float, places: list[Place]) -> Place | None:
     """The smallest field that holds the structure, if it fits; else the nearest in ratio.
 
     Of equal fields the one with the fewest positions, because more of them see the same; of these the last, because the
@@ -219,25 +245,28 @@ def _choose(size: float, places: list[_Place]) -> _Place | None:
     return min(reversed(best), key=lambda place: _distance(size, place))
 
 
-def _distance(size: float, place: _Place) -> float:
+def _distance(size: float, place: Place) -> float:
     return max(place.size / size, size / place.size)
 
 
-def _probabilities(units: int) -> tuple[float, ...]:
-    """The number of kept units falls in equal ratios from all to one."""
+def _probabilities(units: int, first: float) -> tuple[float, ...]:
+    """The number of kept units falls in equal ratios from all to one; near the p to start from there is no other."""
     steps = min(5, max(3, round(math.log(units, 8))))
-    kept = sorted({round(units ** (i / steps)) for i in range(steps + 1)}, reverse=True)
-    return tuple(_rounded(number / units) for number in kept)
+    kept = {round(units ** (i / steps)) for i in range(steps + 1)}
+    share, ends = 1 - first, (1, units)
+    far = {number for number in kept if number in ends or max(units * share / number, number / (units * share)) > NEAR}
+    p = {rounded(number / units) for number in far} | {first}
+    return tuple(sorted(p))
 
 
-def _rounded(share: float) -> float:
+def rounded(share: float) -> float:
     """The probability that leaves about this share, with few digits; one unit stays one."""
     digits = max(2, -math.floor(math.log10(share)))
     return round(1 - round(share, digits), digits)
 
 
-def _why(size: float, place: _Place, places: list[_Place], p: tuple[float, ...]) -> str:
-    field, units, first = place.field, place.units, p[len(p) // 2]
+def _why(size: float, place: Place, places: list[Place], p: tuple[float, ...]) -> str:
+    field, units, first = place.field, place.units, place.first
     apart = "all receptive fields overlap"
     if field.independent != 1:
         apart = f"{field.independent} of them have receptive fields that do not overlap"
@@ -254,21 +283,20 @@ def _why(size: float, place: _Place, places: list[_Place], p: tuple[float, ...])
             f"No layer that all paths pass has a receptive field near that size; {instead}."
         )
     tries = ", ".join(f"p={value:.12g} keeps {max(1, round(units * (1 - value)))}" for value in p)
-    words.append(f"Of {units} units {tries}. Try p={first:.12g} first; the higher p, the more epochs training needs.")
+    words.append(
+        f"Of {units} units {tries}. Try p={first:.12g} first, which keeps "
+        f"{'half of them' if first == 0.5 else 'about as many as do not overlap'}; the higher p, the more epochs "
+        "training needs."
+    )
     if place.masked:
         words.append(f"A mask stands there already: model.get_submodule({place.masked!r}).p = {first:.12g}")
     else:
-        words.append(f'insert(model, {{"{place.after}": {_layer(place.axes, first)}}})')
+        layer = place.code(f"{first:.12g}")
+        words.append(f'insert(model, {{"{place.after}": {layer}}})')
     return "\n".join(words)
 
 
-def _layer(axes: Axes, p: float) -> str:
-    if axes == tuple(range(2, 2 + len(axes))) and len(axes) <= 3:
-        return f"Backdrop{len(axes)}d({p:.12g})"
-    return f"Backdrop({p:.12g}, {(0, *axes)})"
-
-
-def _fit(size: float, place: _Place, places: list[_Place]) -> str:
+def _fit(size: float, place: Place, places: list[Place]) -> str:
     seen = f"where a position sees {by(place.field.size or ())} cells of the input"
     if size <= place.size <= FAR * size:
         return f"{seen}: the smallest receptive field that holds the structure"

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from backdrop._core import marks
 from backdrop._core.checks import nearest
 from backdrop.graph.inserted import NAME, inserted_mask, mask_and_copy_output, unhook
-from backdrop.graph.look import check_model
-from backdrop.layers import Backdrop
+from backdrop.graph.look import check_input_shape, check_model
+from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
+from backdrop.placement.fields import follow
 
 __all__ = ["insert", "remove"]
 
@@ -45,7 +47,9 @@ class _Copy(nn.Module):
         return x.clone()
 
 
-def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
+def insert(
+    model: nn.Module, masks: Mapping[str, Backdrop | float], *, input_shape: Sequence[int] | Tensor | None = None
+) -> nn.Module:
     """A copy of a model with masks behind some of its modules.
 
     Whatever takes the output of such a module gets it from the mask. The copy has the same class, its modules have the
@@ -56,13 +60,17 @@ def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
     Args:
         model: any module; it stays as it is.
         masks: the name of a submodule, as in `model.named_modules()`, and the layer to put behind it. The copy uses
-            this very layer, so that its p can be changed later.
+            this very layer, so that its p can be changed later. A number is the p of a mask on the positions that the
+            output has, or on samples where it has none; that needs `input_shape`.
+        input_shape: of a batch, or a batch, to find out what lies along which axis.
 
     Examples:
         >>> from backdrop import Backdrop
         >>> masked = insert(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), {"2": Backdrop(0.9)})
         >>> [name for name, module in masked.named_modules() if isinstance(module, Backdrop)]
         ['2.backdrop']
+        >>> insert(nn.Sequential(nn.Conv1d(1, 8, 3), nn.ReLU()), {"1": 0.9}, input_shape=(4, 1, 100))[1].backdrop
+        Backdrop1d(p=0.9)
     """
     check_model(model)
     if not isinstance(masks, Mapping):
@@ -73,11 +81,14 @@ def insert(model: nn.Module, masks: Mapping[str, Backdrop]) -> nn.Module:
     if not masks:
         raise ValueError("masks has to name at least one module, but is empty")
     names = [name for name, _ in model.named_modules(remove_duplicate=False)][1:]
+    if any(_is_number(mask) for mask in masks.values()):
+        masks = _with_layers(model, masks, names, input_shape)
     for name, mask in masks.items():
         _check(model, name, mask, names)
     # The layers that are given are put in as they are, also if the model holds one of them already.
     result = copy.deepcopy(model)
     for name, mask in masks.items():
+        assert isinstance(mask, Backdrop)
         _put(result.get_submodule(name), mask)
     return result
 
@@ -102,11 +113,53 @@ def remove(model: nn.Module) -> nn.Module:
     return result
 
 
-def _check(model: nn.Module, name: str, mask: Backdrop, names: list[str]) -> None:
-    if not isinstance(mask, Backdrop):
-        raise TypeError(f"masks[{name!r}] has to be a Backdrop layer, but got {type(mask).__name__}")
+def _is_number(mask: object) -> bool:
+    return isinstance(mask, (int, float)) and not isinstance(mask, bool)
+
+
+def _with_layers(
+    model: nn.Module,
+    masks: Mapping[str, Backdrop | float],
+    names: list[str],
+    input_shape: Sequence[int] | Tensor | None,
+) -> dict[str, Backdrop | float]:
+    """Layers for the numbers among the masks."""
+    wanted = next(name for name, mask in masks.items() if _is_number(mask))
+    if input_shape is None:
+        raise TypeError(
+            f"masks[{wanted!r}] is the number {masks[wanted]!r}: give input_shape=, such as (1, 3, 224, 224), to find "
+            f"out what lies along which axis, or a layer, such as Backdrop2d({masks[wanted]!r})"
+        )
+    followed = follow(model, input_shape)
+    outputs = {path: node for node, paths in followed.look.outputs_of.items() for path in paths}
+    made = dict(masks)
+    for name, p in masks.items():
+        if not _is_number(p) or name not in names:
+            continue
+        value = followed.values.get(outputs[name]) if name in outputs else None
+        shape = followed.look.shape(outputs[name]) if name in outputs else None
+        of_samples = shape is not None and len(shape) <= 2 and shape[0] == check_input_shape(input_shape)[0]
+        if value is None or not (of_samples or (value.axes and value.batch == 0)):
+            raise ValueError(
+                f"masks[{name!r}] is the number {p!r}, but what lies along which axis of its output is not known; give "
+                "a Backdrop layer"
+            )
+        made[name] = mask_on(() if of_samples else value.axes)(p)
+    return made
+
+
+def mask_on(axes: tuple[int, ...]) -> Callable[..., Backdrop]:
+    """The layer that drops positions along these axes, each sample's by themselves; whole samples if there are none."""
+    if axes and axes == tuple(range(2, 2 + len(axes))) and len(axes) <= 3:
+        return (Backdrop1d, Backdrop2d, Backdrop3d)[len(axes) - 1]
+    return functools.partial(Backdrop, dims=(0, *axes)) if axes else Backdrop
+
+
+def _check(model: nn.Module, name: str, mask: object, names: list[str]) -> None:
     if name not in names:
         raise ValueError(f"masks names {name!r}, but {type(model).__name__} has no such module{nearest(name, names)}")
+    if not isinstance(mask, Backdrop):
+        raise TypeError(f"masks[{name!r}] has to be a Backdrop layer, but got {type(mask).__name__}")
     module = model.get_submodule(name)
     if isinstance(module, Backdrop):
         raise ValueError(f"masks names {name!r}, which is a mask itself; set its p instead")

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from torch import nn
 
 from backdrop._core.checks import check_int
+from backdrop._core.installed import how_to_install
 from backdrop.experiments import search
 from backdrop.experiments.masks import space
 
@@ -192,7 +193,7 @@ def _import_optuna() -> None:
     try:
         import optuna  # noqa: F401
     except ImportError as error:
-        raise ImportError("tune_masks needs Optuna: pip install 'torch-backdrop[experiments]'") from error
+        raise ImportError(f"tune_masks needs Optuna: {how_to_install('experiments')}") from error
 
 
 def _study(backend: BaseStorage, name: str, direction: Direction, units: dict[str, int]) -> Study:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backdrop._core.files import replace
+from backdrop._core.installed import how_to_install
 from backdrop.experiments import checkpoint
 from backdrop.experiments.records import Record, checked
 from backdrop.experiments.study.plan import Spec, as_text, check_extends
@@ -31,7 +32,7 @@ def check_one(points: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> Non
         several = " and ".join(f"{name}={','.join(values)}" for name, values in axes.items())
         one = " ".join(f"--set {name}={list(values)[-1]}" for name, values in axes.items())
         raise RuntimeError(
-            f"a study of several configurations ({several}) needs Optuna: pip install 'torch-backdrop[experiments]'; "
+            f"a study of several configurations ({several}) needs Optuna: {how_to_install('experiments')}; "
             f"or choose one of them, such as {one}"
         )
 

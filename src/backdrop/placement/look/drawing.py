@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backdrop._core.installed import how_to_install
 from backdrop.placement.look import layout, wording
 from backdrop.placement.look.layout import Bar, Block, Box, Layout
 from backdrop.placement.look.pen import (
@@ -47,9 +48,7 @@ def draw(found: Inspection, *, titled: bool = True) -> Picture:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error}; pictures need matplotlib: pip install 'torch-backdrop[experiments]'"
-        ) from None
+        raise ModuleNotFoundError(f"{error}; pictures need matplotlib: {how_to_install('experiments')}") from None
     with style():
         placed = layout.lay_out(found)
         bounded = any(row.receptive_field for row in found.rows)
@@ -211,9 +210,10 @@ def _card(pen: Pen, bar: Bar, inputs: tuple[int, ...], corner: tuple[float, floa
     pen.text(x + 0.28, y - 0.18, layout.cut(title, WORDS + 0.5, (width - 0.4) * 0.93), WORDS + 0.5, bold=True)
     said = [
         f"keeps {wording.kept(mask)} {wording.units(mask)}",
-        f"effective batch size {wording.effective_batch(mask)}",
         wording.saving(mask),
     ]
+    if mask.effective_batch is not None:
+        said.insert(1, f"effective batch size {wording.effective_batch(mask)}")
     if mask.unit != "sample":
         said.insert(0, f"a position sees {_seen(bar.row.receptive_field, inputs)}")
     for i, line in enumerate(said):

@@ -15,7 +15,7 @@ from backdrop.placement.look import tables, wording
 if TYPE_CHECKING:
     from backdrop.placement.inspection import Inspection
 
-__all__ = ["fragment", "page"]
+__all__ = ["PAGE", "drawn", "fragment", "page", "style", "table"]
 
 STYLE = """
 .backdrop-inspection { LIGHT; --page: #fff; --tint: #fdf1e8; --shade: #1f293326; background: var(--page);
@@ -73,23 +73,23 @@ main {{ max-width: 76rem; margin: 0 auto; }}
 
 def page(found: Inspection) -> str:
     """A whole page; needs matplotlib."""
-    return PAGE.format(title=escape(wording.heading(found)), content=_content(found, _picture(found)))
+    return PAGE.format(title=escape(wording.heading(found)), content=_content(found, drawn(found)))
 
 
 def fragment(found: Inspection) -> str:
     """What a notebook shows: the same, without the picture where matplotlib is missing."""
     try:
-        picture = _picture(found)
+        picture = drawn(found)
     except ModuleNotFoundError as error:
         picture = f'<p class="note">{escape(str(error))}</p>'
     return _content(found, picture)
 
 
 def _content(found: Inspection, picture: str) -> str:
-    parts = [f"<style>{_style()}</style>", f"<h1>{escape(wording.heading(found))}</h1>", picture]
+    parts = [f"<style>{style()}</style>", f"<h1>{escape(wording.heading(found))}</h1>", picture]
     if found.masks:
         cells = [(tables.mask_cells(row), "", "") for row in found.masks]
-        parts += ["<h2>Masks</h2>", _table("masks", tables.MASKS, cells, tables.FIRST_NUMBERS[1])]
+        parts += ["<h2>Masks</h2>", table("masks", tables.MASKS, cells, tables.FIRST_NUMBERS[1])]
     parts += [f"<p>{escape(note)}</p>" for note in tables.mask_notes(found)]
     parts += ["<h2>Layers</h2>", _layers(found)]
     parts += [f'<p class="note">{escape(note)}</p>' for note in tables.remarks(found)]
@@ -104,12 +104,10 @@ def _layers(found: Inspection) -> str:
         (tables.layer_cells(step), "mask" if step.mask else "", "" if found.folded else step.last.note)
         for step in steps
     ]
-    return _table("layers", tables.LAYERS, cells, tables.FIRST_NUMBERS[0])
+    return table("layers", tables.LAYERS, cells, tables.FIRST_NUMBERS[0])
 
 
-def _table(
-    name: str, headings: Sequence[str], rows: Iterable[tuple[Sequence[str], str, str]], first_number: int
-) -> str:
+def table(name: str, headings: Sequence[str], rows: Iterable[tuple[Sequence[str], str, str]], first_number: int) -> str:
     """Rows are cells, a class for their style, and a remark for the first of them."""
 
     def cell(tag: str, i: int, text: str, remark: str = "") -> str:
@@ -128,7 +126,7 @@ def _table(
     )
 
 
-def _picture(found: Inspection) -> str:
+def drawn(found: Inspection) -> str:
     """As a part of the page, whose colours it takes."""
     from backdrop.placement.look.drawing import draw
     from backdrop.placement.look.pen import NAMES
@@ -146,7 +144,7 @@ def _picture(found: Inspection) -> str:
     return f'<div class="scroll" tabindex="0" role="region" aria-label="picture">{svg}</div>'
 
 
-def _style() -> str:
+def style() -> str:
     from backdrop.placement.look.pen import DARK, NAMES
 
     light = "; ".join(f"--{name}: {colour}" for name, colour in NAMES.items())

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from backdrop._core.installed import how_to_install
 from backdrop.placement.look import wording
 
 if TYPE_CHECKING:
@@ -13,7 +14,17 @@ if TYPE_CHECKING:
 
     from backdrop.placement.inspection import Inspection, Row, Step
 
-__all__ = ["LAYERS", "MASKS", "as_rich", "as_text", "layer_cells", "mask_cells", "mask_notes", "remarks"]
+__all__ = [
+    "LAYERS",
+    "MASKS",
+    "aligned",
+    "as_rich",
+    "as_text",
+    "layer_cells",
+    "mask_cells",
+    "mask_notes",
+    "remarks",
+]
 
 LAYERS = ("layer", "kind", "lattice", "receptive field", "stride")
 MASKS = ("mask", "units", "p", "kept in a step", "effective batch", "Skip: time", "Skip: memory")
@@ -64,19 +75,23 @@ def remarks(found: Inspection) -> list[str]:
             "Skip: of a whole training step, estimated by the cost model for "
             f'{found.device} with statistics="{found.statistics}".'
         )
+        if any(row.mask and row.mask.effective_batch is None for row in found.masks):
+            said.append(
+                "The effective batch of masks on positions depends on the gradients: gradient_noise measures it."
+            )
     else:
         said.append("There are no masks yet: backdrop.placement.suggest says where, insert puts them there.")
     return said
 
 
 def as_text(found: Inspection) -> str:
-    layers = _aligned(LAYERS, [layer_cells(step) for step in found.lines()], FIRST_NUMBERS[0])
-    masks = _aligned(MASKS, [mask_cells(row) for row in found.masks], FIRST_NUMBERS[1]) if found.masks else ""
+    layers = aligned(LAYERS, [layer_cells(step) for step in found.lines()], FIRST_NUMBERS[0])
+    masks = aligned(MASKS, [mask_cells(row) for row in found.masks], FIRST_NUMBERS[1]) if found.masks else ""
     said = "\n".join(textwrap.fill(text, WIDTH) for text in (*mask_notes(found), *remarks(found)))
     return "\n\n".join(part for part in (wording.heading(found), layers, masks, said) if part)
 
 
-def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> str:
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> str:
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -97,7 +112,7 @@ def as_rich(found: Inspection) -> Group:
         from rich.text import Text
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}; tables in colour need rich: pip install 'torch-backdrop[experiments]' (print() needs nothing)"
+            f"{error}; tables in colour need rich: {how_to_install('experiments')} (print() needs nothing)"
         ) from None
 
     def table(headings: Sequence[str], first_number: int) -> Table:

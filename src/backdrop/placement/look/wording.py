@@ -89,6 +89,8 @@ def probability(mask: Mask) -> str:
 
 def effective_batch(mask: Mask) -> str:
     size = mask.effective_batch
+    if size is None:
+        return "-"
     return f"{size:,.0f} of {mask.batch:,}" if size >= 100 else f"{size:.3g} of {mask.batch:,}"
 
 
