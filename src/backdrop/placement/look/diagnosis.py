@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import textwrap
 from html import escape
+from typing import TYPE_CHECKING
 
-from backdrop.placement.diagnosis import Diagnosis, Room
 from backdrop.placement.look import page as pages
 from backdrop.placement.look import wording
 from backdrop.placement.look.tables import aligned
 from backdrop.placement.sites import WORTH, SiteFound, Way
+
+if TYPE_CHECKING:
+    from backdrop.placement.diagnosis import Diagnosis, Room
 
 __all__ = ["advice", "as_text", "fragment", "page"]
 
