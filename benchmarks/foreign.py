@@ -45,11 +45,12 @@ def timm_cases():
     timm = zoo.foreign("timm")
     for name, place in MODELS.items():
         torch.manual_seed(0)
-        model = insert(timm.create_model(name), {place: Backdrop2d(0.995, exact=True)})
-        yield {"case": f"{name}, positions", "p": 0.995, "drops": "positions"}, model, torch.randn(1, 3, 512, 512)
-        torch.manual_seed(0)
-        model = nn.Sequential(timm.create_model(name), Backdrop(0.9, exact=True))
-        yield {"case": f"{name}, samples", "p": 0.9, "drops": "samples"}, model, torch.randn(32, 3, 128, 128)
+        plain = timm.create_model(name)
+        zoo.shake(plain)  # branches that begin at zero let no gradient through, so that there is less to compute
+        masked = insert(plain, {place: Backdrop2d(0.995, exact=True)})
+        yield {"case": f"{name}, positions", "p": 0.995, "drops": "positions"}, masked, torch.randn(1, 3, 512, 512)
+        masked = nn.Sequential(plain, Backdrop(0.9, exact=True))
+        yield {"case": f"{name}, samples", "p": 0.9, "drops": "samples"}, masked, torch.randn(32, 3, 128, 128)
 
 
 class Texts(nn.Module):
