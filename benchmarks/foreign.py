@@ -3,8 +3,9 @@
 A step of training, in rounds in which all ways take turns: plain and Skip, and with `--compiled` both by Inductor.
 *Possible* is what the multiplications allow: 3 / (3 B + A (1 + 3 a)) with A and B the shares of the multiplications
 before and behind the mask and a the share of A that the kept units need (for samples the kept share, and 3 / (1 + 2
-a)). Then texts: a four-layer BERT and a contrastive loss over the whole batch, against GradCache with the same parts;
-and two masks on one trunk, at the p of the paper's latent task.
+a)). *New size* is the first step at an image size that was not there yet over a plain step. Then texts: a four-layer
+BERT and a contrastive loss over the whole batch, against GradCache with the same parts; and two masks on one trunk, at
+the p of the paper's latent task.
 """
 
 import copy
@@ -160,6 +161,7 @@ def measure_model(case, model, x, rounds, compiled):
             runs[key] = partial(step, torch.compile(copy.deepcopy(made)), x)
     medians = take_turns(case["case"], runs, rounds)
     limit, before, needed = possible(fast, case["p"])
+    said, share = fast.skip_report[0].last, fast.skip_report[0].share
     return {
         **case,
         "device": machine("cpu"),
@@ -170,9 +172,18 @@ def measure_model(case, model, x, rounds, compiled):
         "possible": limit,
         "before": before,
         "needed": needed,
-        "share": fast.skip_report[0].share,
-        "report": fast.skip_report[0].last,
+        "share": share,
+        "report": said,
+        "new_size": new_size(model, fast, x),
     }
+
+
+def new_size(model, fast, x):
+    """The first step at a size that is new over a plain one. With the second size torch captures a graph for all."""
+    for less in (32, 64):
+        other = x[..., :-less, :]
+        first = _once(lambda part=other: step(fast, part))
+    return first / min(_once(lambda: step(model, other)) for _ in range(3))
 
 
 def _once(run):
@@ -267,10 +278,12 @@ def run(arguments):
 
 
 def show(rows):
+    from bench_skip import of_best
+
     console = Console(width=170)
     table = Table(title=f"Models that others wrote, one training step, {rows[0]['device']}, torch {torch.__version__}")
-    headings = ["case", "plain ms", "Skip ms", "first step ms", "times faster", "possible", "of it"]
-    for heading in [*headings, "compiled", "compiled Skip", "last step"]:
+    headings = ["case", "plain ms", "Skip ms", "first step ms", "new size", "times faster", "possible", "of it"]
+    for heading in [*headings, "compiled", "compiled Skip", "best", "last step"]:
         table.add_column(heading, justify="left" if heading in ("case", "last step") else "right")
     for row in rows:
         if "possible" in row:
@@ -280,10 +293,12 @@ def show(rows):
                 f"{row['plain_ms']:.0f}",
                 f"{row['skip_ms']:.0f}",
                 f"{row['first_ms']:.0f}",
+                f"{row['new_size']:.2f}",
                 f"{row['faster']:.2f}",
                 f"{row['possible']:.2f}",
                 f"{of_it:.2f}{'' if of_it >= SHARE else ' < ' + str(SHARE)}",
                 *(f"{row[key]:.2f}" if key in row else "" for key in ("faster_compiled", "faster_compiled_skip")),
+                of_best(row) if "compiled_ms" in row else "",
                 str(row["report"]),
             )
     console.print(table)
