@@ -9,6 +9,7 @@ Each step is a forward pass, the mean of the outputs squared, and a backward pas
 recomputed part by part as GradCache does it, and the forward pass alone without gradients, which is the limit. Time
 is the median over rounds in which they take turns, each with a step that is not measured, because the caches hold
 what ran last, and one that is. Memory is the peak above what lay there before the step. Goals stand in GOALS.
+*Best* is the better of both plain ways over the better of both that skip: below one, skipping was no gain.
 `--sweep` adds other p and image sizes, which `--plot` draws, and small steps, where skipping would not pay; `--again`
 draws the figures of an earlier run. `--foreign` measures models that others wrote instead (foreign.py), and whole
 batches of text in parts.
@@ -175,13 +176,27 @@ def measure(case, model, x, policy, device, rounds):
 
 
 def ratio(row, key, to, unit):
-    a, b = row[f"{key}_{unit}"], row[f"{to}_{unit}"]
+    a, b = row.get(f"{key}_{unit}"), row.get(f"{to}_{unit}")
     return "-" if a is None or not b else f"{a / b:.2f}"
+
+
+def of_best(row):
+    """How many times faster the better of both Skips is than the better of both plain ways, compiled or not.
+
+    Marked where it is no faster although the report says that something was skipped.
+    """
+    plain, skipping = (("plain_ms", "compiled_ms"), ("skip_ms", "compiled_skip_ms"))
+    best = min(row[key] for key in plain if key in row) / min(row[key] for key in skipping if key in row)
+    reports = row["report"] if isinstance(row["report"], list) else [row["report"]]
+    paid = any(not said.startswith("plain") for said in reports)
+    return f"{best:.2f}{' < 1' if paid and best < 1 else ''}"
 
 
 def show(rows):
     table = Table(title=f"One training step, {rows[0]['device']}, torch {torch.__version__}")
-    headings = "case|plain ms|faster|goal|compiled|compiled Skip|of forward|checkpoint|GradCache|plain MB|memory|goal"
+    headings = (
+        "case|plain ms|faster|goal|compiled|compiled Skip|best|of forward|checkpoint|GradCache|plain MB|memory|goal"
+    )
     headings += "|of forward"
     for heading in headings.split("|"):
         table.add_column(heading, justify="left" if heading == "case" else "right")
@@ -195,6 +210,7 @@ def show(rows):
             f"{faster:.2f}" if faster else "",
             ratio(row, "plain", "compiled", "ms"),
             ratio(row, "plain", "compiled_skip", "ms"),
+            of_best(row),
             ratio(row, "skip", "forward", "ms"),
             ratio(row, "plain", "checkpoint", "ms"),
             ratio(row, "plain", "gradcache", "ms"),

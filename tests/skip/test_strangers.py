@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
+from backdrop.skip import saved
 
 pytestmark = [  # torch's own, while it captures
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -200,6 +201,25 @@ def test_numbers_changed_through_data_before_the_backward_pass(way):
             fast = Skip(maps().double(), samples(), when="always", at_once=1)
         with pytest.raises(RuntimeError, match="were changed between the forward and the backward pass"):
             step(fast, picture(), between=changed("2.weight", change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int64])
+@pytest.mark.parametrize("shape", [(), (4,), (4, 4), (8, 4, 2, 2), (64, 32, 2, 2), (9000,)])
+def test_changes_of_weights_that_are_seen(shape, dtype):
+    """Even numbers of rows and columns, in which changed signs cancel in plain sums of bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = (100 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+    others = [torch.ones(3, dtype=dtype), torch.ones(5, 4)]
+    before = saved._sums([x, *others])
+    assert all(map(torch.equal, before, saved._sums([x.clone(), *others])))
+    assert all(y.dtype in saved.INTEGERS.values() for y in before)  # the order in which they are added does not matter
+    changes = [torch.neg]
+    if x.numel() > 1:
+        changes += [lambda x: x.flip(0), lambda x: x.flip(-1), lambda x: x.index_copy(0, torch.tensor([0]), -x[:1])]
+    if dtype.is_floating_point and x.numel() > 1:
+        changes.append(lambda x: x.index_copy(0, torch.tensor([0]), x[:1] * (1 + 2 * torch.finfo(dtype).eps)))
+    for change in changes:
+        assert not all(map(torch.equal, before, saved._sums([change(x), *others])))
 
 
 def test_code_of_classes_may_be_replaced():

@@ -96,6 +96,8 @@ def _instance_norm(call: Call) -> Step:
 
 def _layer_norm(call: Call) -> Step:
     over = call.argument(1, "normalized_shape")
+    if isinstance(over, fx.Node):
+        raise UnsupportedError("its arguments depend on the data")
     count = len(over) if isinstance(over, (tuple, list)) else 1
     if any(axis >= call.ndim - count for axis in call.axes[1:]):
         if call.reading:
@@ -894,7 +896,11 @@ register_rule(torch.ops.backdrop.mask)(_mask)
 
 
 def _norm_of_vectors(call: Call) -> Step:
-    dims = call.argument(2, "dim")
+    return _without(call, call.argument(2, "dim"))
+
+
+def _without(call: Call, dims: Any) -> Step:
+    """One value of the first argument for all cells along some axes, which are left out or have one cell."""
     if dims is None:
         raise UnsupportedError("it mixes samples")
     before, keep = call.before, call.ndim == len(call.before)
@@ -925,7 +931,14 @@ def _topk(call: Call) -> Step:
     return call.same()
 
 
-_register(_topk, "topk", "kthvalue")
+_register(_topk, "topk")
+
+
+def _kthvalue(call: Call) -> Step:
+    return _without(call, call.argument(2, "dim", -1))
+
+
+_register(_kthvalue, "kthvalue")
 
 
 def _sort(call: Call) -> Step:

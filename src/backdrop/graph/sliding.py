@@ -390,6 +390,7 @@ def _pad(call: Call) -> Step:
 
 
 def _pixel_shuffle(call: Call) -> Step:
+    _batched(call, 2)
     spatial = call.spatial()
     factor = call.argument(1, "upscale_factor")
     if not spatial:
@@ -405,6 +406,7 @@ def _pixel_shuffle(call: Call) -> Step:
 
 
 def _pixel_unshuffle(call: Call) -> Step:
+    _batched(call, 2)
     spatial = call.spatial()
     factor = call.argument(1, "downscale_factor")
     if not spatial:

@@ -8,6 +8,7 @@ whose output was returned. So a sum over each leaf is kept beside it; another su
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 SMALL = 2**14  # numbers of a constant that is copied rather than watched
+FEW = 2**12  # numbers of a tensor that has a sum together with others
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHANGED = (
     "weights or inputs of what is skipped were changed between the forward and the backward pass, in place and through "
@@ -75,21 +77,38 @@ def _is_apart(x: Tensor) -> bool:
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of their bits as whole numbers, along the first axis and along the others: another sign or order is seen too.
+    """Of their bits as whole numbers, which no order of adding changes; another sign or order is seen too.
 
-    On a GPU one norm of each, all in one call.
+    On a CPU small tensors of a kind are one sum, in which each number has a random factor of its own. Of larger ones
+    there is a sum along the first axis, another along the others, and the largest number, because two signs cancel in a
+    sum. On a GPU there is one norm of each, all in one call, which sees neither signs nor order.
     """
     given = [x.detach() for x in tensors if x.layout is torch.strided and not x.is_quantized]
-    found = [y for x in given if x.device.type == "cpu" for y in _sums_of_bits(x)]
+    bits = [_bits(x) for x in given if x.device.type == "cpu"]
+    found = [y for x in bits if x.numel() > FEW for y in _sums_of_many(x)]
+    few = [x for x in bits if x.numel() <= FEW]
+    for kind in {x.dtype for x in few}:
+        row = torch.cat([x.reshape(-1) for x in few if x.dtype == kind])
+        row = row.view(torch.int32) if row.dtype is torch.int64 else row  # lest a sign is a multiple of 2**63
+        found.append((row.long() * _factors(1 << len(row).bit_length())[: len(row)]).sum())
     for device in {x.device for x in given if x.is_cuda and x.is_floating_point()}:
         norms = torch._foreach_norm([x for x in given if x.device == device and x.is_floating_point()])
         found.append(torch.stack([norm.double() for norm in norms]).view(torch.int64))
     return found
 
 
-def _sums_of_bits(x: Tensor) -> list[Tensor]:
+def _bits(x: Tensor) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
-    x = x if x.dtype in INTEGERS.values() else x.view(INTEGERS[x.element_size()])
-    if x.ndim < 2:
-        return [x.sum(0, dtype=x.dtype) if x.ndim else x.clone()]
-    return [x.sum(list(range(1, x.ndim)), dtype=x.dtype), x.sum(0, dtype=x.dtype)]
+    return x if x.dtype in INTEGERS.values() else x.view(INTEGERS[x.element_size()])
+
+
+def _sums_of_many(x: Tensor) -> list[Tensor]:
+    table = x if x.ndim > 1 else x[: len(x) // 64 * 64].reshape(-1, 64)
+    sums = [table.sum(list(range(1, table.ndim)), dtype=x.dtype), table.sum(0, dtype=x.dtype), x.amax()]
+    return sums if table is x else [*sums, x.sum(0, dtype=x.dtype)]
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(number: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(2**31, (number,), generator=generator, device="cpu")
