@@ -430,6 +430,42 @@ def test_concordance_of_many_samples(ties, dtype):
     compare("concordance", scores, torch.stack([times.double(), events.double()], 1), torch.rand(n), 0.05)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float32, 10.0), (torch.float64, 25.0)])
+def test_a_small_average_precision_loss_keeps_its_digits(way, dtype, apart, monkeypatch):
+    """The share of negatives above each positive, where 1 minus that of positives has none left."""
+    take(way, monkeypatch)
+    labels = torch.arange(100) < 30
+    scores = (torch.where(labels, apart, 0.0) + torch.rand(100)).to(dtype).requires_grad_()
+    wide = scores.detach().double().requires_grad_()
+    wrong, hits = (torch.sigmoid(wide[group] - wide[labels][:, None]).sum(1) for group in (~labels, labels))
+    expected = (wrong / (wrong + hits + 0.5)).mean()
+    loss = average_precision_loss(scores, labels, temperature=1.0)
+    assert loss.item() == pytest.approx(expected.item(), rel=CLOSE[dtype])
+    found, right = torch.autograd.grad(loss, scores)[0], torch.autograd.grad(expected, wide)[0]
+    assert (found - right).norm() <= CLOSE[dtype] * right.norm()
+
+
+@pytest.mark.parametrize("name", ["NDCG", "average precision"])
+@pytest.mark.parametrize(("n", "temperature"), [(2, 0.3), (2, 100.0), (3, 0.3), (3, 100.0), (700, 7.0), (700, 100.0)])
+def test_single_precision_where_errors_do_not_cancel(name, n, temperature):
+    """Few scores, or many that are the same: then all sums err to one side."""
+    second = torch.arange(n) % (2 if name == "average precision" else 5)
+    for scores in (torch.arange(n).float().sin(), torch.arange(n) * 7 % 5 * 1.0, torch.zeros(n)):
+        compare(name, scores, second, None, temperature)
+
+
+def test_times_of_one_sample_after_the_other_may_be_infinite(monkeypatch):
+    """Whichever way the pairs are taken."""
+    times = torch.tensor([math.inf, math.inf, -math.inf, -math.inf, 1.0, 1.0, 2.0]).repeat(9)
+    hazards, events = torch.randn(63).double(), torch.rand(63) < 0.5
+    found = [concordance_loss(hazards, times, events, temperature=0.3)]
+    monkeypatch.setattr(concordance, "FEW", 0)
+    found.append(concordance_loss(hazards, times, events, temperature=0.3))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+    compare("concordance", hazards, torch.stack([times.double(), events.double()], 1), None, 0.3)
+
+
 # Several columns.
 
 

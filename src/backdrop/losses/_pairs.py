@@ -25,6 +25,7 @@ from backdrop.losses._soft_ranks import (
     full_precision,
     in_parts,
     scaled,
+    sigmoids,
     spread_of,
     sums,
     terms_for,
@@ -181,13 +182,6 @@ def rank_statistic(temperature: float, choose: Callable[[Tensor, Tensor], Tensor
         return (u * above[:, 0]).sum(1) / total, gradient.div_(temperature * total[:, None])
 
     return Kernel(prepare, tile, ordered, 1 / temperature, choose)
-
-
-def sigmoids(apart: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(-x) and sigmoid(x): their product is the slope, without cancellation. Changes `apart`."""
-    if divisor != 1:
-        apart.div_(divisor)
-    return apart.neg().sigmoid_(), apart.sigmoid_()
 
 
 def squared_hinge(margin: float) -> Kernel:

@@ -36,9 +36,11 @@ from torch import Tensor, nn
 ROW = 16  # scores in a row: pairs within rows cost as much as the moments
 CHUNK = {"cpu": 2**16, "cuda": 2**22}  # scores in work at a time: what stays in a core's cache, and what fills a GPU
 AT_ONCE = 2**20  # scores of several problems that are sorted together
-PAIRS = 2**19  # up to which all at once are faster than sorting
+PAIRS = 2**20  # up to which all at once are faster than sorting in float32; half as many in float64
 NARROW = 16  # temperatures between the scores up to which all pairs may be taken in float32
+FEW = 64  # scores up to which float64 costs nothing, while there are too few errors to cancel each other
 TERMS = {torch.float64: 21, torch.float32: 12}  # for errors below 1e-13, and below 3e-8
+TINY = torch.finfo(torch.float64).tiny
 NO_SECOND = "losses over pairs have no second derivatives here; they are computed along with the first"
 
 
@@ -105,7 +107,7 @@ def scaled(x: Tensor, temperature: float) -> tuple[Tensor, float]:
 
     Rounding a difference to float32 changes sigmoid' of it by so many times 6e-8 as it has temperatures.
     """
-    if x.dtype != torch.float64 and spread_of(x) <= NARROW * temperature:
+    if x.dtype != torch.float64 and x.shape[-1] > FEW and spread_of(x) <= NARROW * temperature:
         return x.detach().float(), temperature
     return comparable(x), temperature / 4
 
@@ -120,18 +122,16 @@ class SoftSums(torch.autograd.Function):
     """F of scores (problems, n) for weights (problems, kinds, n), in float64: (problems, kinds, n).
 
     The second result is for the backward pass: D, or where there are few enough pairs sigmoid' of each,
-    (problems, n, n). Weights get no gradient.
+    (problems, 1, n, n). Weights get no gradient.
     """
 
     @staticmethod
     @signed
     def forward(x: Tensor, weight: Tensor, temperature: float, exact: bool) -> tuple[Tensor, Tensor]:
-        if pairwise(x):
-            with full_precision(x):
-                wide, divisor = (comparable(x), temperature / 4) if exact else scaled(x, temperature)
-                value, kept = _matrix(wide, divisor, weight)
-                if wide.dtype == torch.float32:  # then no score is NaN
-                    return value, kept
+        if (found := _few(x, temperature, exact)) is not None:
+            value, kept = _matrix(*found, weight)
+            if kept.dtype == torch.float32:  # then no score is NaN
+                return value, kept
         else:
             value, kept = sums(comparable(x), weight, temperature, terms_for(x), weight.shape[1])
         return value.masked_fill_(x.isnan().any(-1)[:, None, None], math.nan), kept
@@ -139,13 +139,15 @@ class SoftSums(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, weight, ctx.temperature, _ = inputs
-        ctx.pairwise = pairwise(x)
+        ctx.pairwise = output[1].ndim == 4
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         x, weight, kept = ctx.saved_tensors
+        if ctx.pairwise and not torch.is_grad_enabled():  # the usual case, without what the other ones need
+            return _gradient_of_pairs(gradient, x, weight, kept, ctx.temperature), None, None, None
         result: Tensor = _Gradient.apply(  # type: ignore[no-untyped-call]
             gradient, x, weight, kept, ctx.temperature, ctx.pairwise
         )
@@ -171,16 +173,12 @@ class _Gradient(torch.autograd.Function):
         temperature: float,
         pairwise: bool,
     ) -> Tensor:
+        if pairwise:
+            return _gradient_of_pairs(gradient, x, weight, kept, temperature)
         broken = x.isnan().any(-1) | ~gradient.isfinite().flatten(1).all(1)
         gradient = gradient.masked_fill(broken[:, None, None], 0)
-        if pairwise:
-            with full_precision(x):
-                result = (weight * (gradient.to(kept.dtype) @ kept)).sum(1)
-                result -= (gradient * (weight.to(kept.dtype) @ kept.mT)).sum(1)
-        else:
-            _, slope = sums(comparable(x), gradient.contiguous(), temperature, terms_for(x), 0)
-            result = (weight * slope).sub_(gradient * kept).sum(1)
-        result /= temperature
+        _, slope = sums(comparable(x), gradient.contiguous(), temperature, terms_for(x), 0)
+        result = (weight * slope).sub_(gradient * kept).sum(1).div_(temperature)
         return result.masked_fill_(broken[:, None], math.nan).to(x.dtype)
 
     @staticmethod
@@ -208,23 +206,48 @@ def _folded(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[A
     return found
 
 
+def _gradient_of_pairs(gradient: Tensor, x: Tensor, weight: Tensor, slope: Tensor, temperature: float) -> Tensor:
+    """That of x, from sigmoid' of each pair, which is symmetric.
+
+    A share of the weights in the gradient has no effect. Without it nothing large cancels.
+    """
+    gradient = gradient - weight * (gradient.sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=TINY))
+    result = weight * _summed(gradient, slope[:, 0]) - gradient * _summed(weight, slope[:, 0])
+    result = result.sum(1) / temperature
+    if slope.dtype == torch.float64:  # else no score is NaN
+        result = result.masked_fill(x.isnan().any(-1, keepdim=True), math.nan)
+    return result.to(x.dtype)
+
+
 def terms_for(x: Tensor) -> int:
     return TERMS[torch.float64 if x.dtype == torch.float64 else torch.float32]
 
 
-def pairwise(x: Tensor) -> bool:
-    """Whether all pairs at once are the faster way."""
-    return x.numel() * x.shape[-1] <= PAIRS
+def _few(x: Tensor, temperature: float, exact: bool) -> tuple[Tensor, float] | None:
+    """Scores and temperature to take all pairs with at once, where that is the faster way."""
+    pairs = x.numel() * x.shape[-1]
+    if pairs > PAIRS:
+        return None
+    wide, divisor = (comparable(x), temperature / 4) if exact else scaled(x, temperature)
+    return (wide, divisor) if wide.dtype == torch.float32 or 2 * pairs <= PAIRS else None
 
 
 def _matrix(x: Tensor, temperature: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """F, and sigmoid' of each pair (problems, n, n)."""
-    apart = x[:, None, :] - x[:, :, None]
-    if temperature != 1:
-        apart.div_(temperature)
-    y = apart.sigmoid_()
-    value = (weight.to(x.dtype) @ y.mT).double()
-    return value, y * y.mT  # that of the other way round is sigmoid(-x), without cancellation
+    """F, and sigmoid' of each pair (problems, 1, n, n)."""
+    slope, y = sigmoids(x[:, None, :] - x[:, :, None], temperature)
+    return _summed(weight, y).double(), slope.mul_(y)[:, None]
+
+
+def _summed(weight: Tensor, y: Tensor) -> Tensor:
+    """sum_j w_j y_ij. In float32 torch's sums are more exact than its products of matrices."""
+    return (weight[:, :, None].to(y.dtype) * y[:, None]).sum(-1)
+
+
+def sigmoids(apart: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """sigmoid(-x) and sigmoid(x): their product is the slope, without cancellation. Changes `apart`."""
+    if divisor != 1:
+        apart.div_(divisor)
+    return apart.neg().sigmoid_(), apart.sigmoid_()
 
 
 def sums(x: Tensor, weight: Tensor, temperature: float, terms: int, values: int) -> tuple[Tensor, Tensor]:

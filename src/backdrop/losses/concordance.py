@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
-from backdrop.losses._batches import SingleClass, check_inputs, check_number, check_weights, make_weights, normalise
+from backdrop.losses._batches import (
+    SingleClass,
+    check_inputs,
+    check_number,
+    check_weights,
+    make_weights,
+    normalise,
+    wide,
+)
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, WithGradient
-from backdrop.losses._soft_ranks import comparable, sorted_sums, terms_for
+from backdrop.losses._soft_ranks import comparable, scaled, sigmoids, sorted_sums, terms_for
 
 BLOCK = 32  # samples next to each other in time, all pairs of which are taken at once
 FEW = 1536  # samples up to which all pairs are
@@ -57,41 +66,53 @@ def concordance_loss(
             "log_hazards, times and events have to have the shape (n,) or (n, 1), but got "
             f"{', '.join(str(tuple(each.shape)) for each in (log_hazards, times, events))}"
         )
-    hazards = log_hazards.reshape(-1)
-    weights = make_weights(weight, hazards)
-    rows = [hazards, *(each.detach().reshape(-1).double() for each in (times, events)), weights]
     processes = resolve(group)
+    rows = [log_hazards.reshape(-1), *(each.detach().reshape(-1).double() for each in (times, events))]
+    if weight is not None or processes is not None:
+        rows.append(make_weights(weight, rows[0]))
     if processes is not None:
         together = all_gather(torch.stack([row.double() for row in rows], 1), processes, same_loss=True)
         rows = [each.to(row.dtype) for each, row in zip(together.unbind(1), rows, strict=True)]
-    hazards, t, happened, weights = rows[0], *(row.detach() for row in rows[1:])
-    legal, weights = normalise(weights)
-    counted = weights > 0
-    right = ((happened == 0) | (happened == 1) | ~counted).all()
-    known = (~t.isnan() | ~counted).all()
+    hazards, t, happened, *weights = rows[0], *(row.detach() for row in rows[1:])
+    if weights:
+        legal, shares = normalise(weights[0])
+        check_weights(bool(legal))
+        counted = shares > 0
+        hazards, t, happened, *weights = (each[counted] for each in (hazards, t, happened, shares.double()))
+    right = ((happened == 0) | (happened == 1)).all()
     for passed, message in zip(
-        torch.stack([legal, right, known]).tolist(),
-        ("", "events has to hold 0 and 1", "times has to hold numbers"),
+        torch.stack([right, ~t.isnan().any()]).tolist(),
+        ("events has to hold 0 and 1", "times has to hold numbers"),
         strict=True,
     ):
-        if message:
-            if not passed:
-                raise ValueError(f"{message}, but got others")
-        else:
-            check_weights(passed)
-    t, happened, weights = t[counted], happened[counted], weights[counted].double()
-    order = _order(t, happened)
-    longer = weights.new_zeros(int(order.max()) + 2 if len(order) else 1).index_add_(0, order, weights)
-    longer = longer.flip(0).cumsum(0).flip(0)[1:]  # the weight of those who are known to live longer than each
-    total = (weights * happened * longer[order]).sum() if len(order) else weights.sum()
+        if not passed:
+            raise ValueError(f"{message}, but got others")
+    if len(t) <= FEW:
+        t = t.nan_to_num()  # infinite ones as large as can be
+        until = torch.where(happened == 0, t.nextafter(t.new_tensor(math.inf)), t)  # a little later at the same time
+        pairs = (until > t.masked_fill(happened == 0, math.inf)[:, None]).to(wide(hazards))
+        if weights:
+            pairs = pairs * weights[0][:, None] * weights[0]
+        total = pairs.sum()
+        compute = partial(_sum_of_few, pairs, temperature)
+    else:
+        w = weights[0] if weights else torch.ones_like(t)
+        u, order = w * happened, _order(t, happened)
+        longer = w.new_zeros(int(order.max()) + 2).index_add_(0, order, w)
+        longer = longer.flip(0).cumsum(0).flip(0)[1:]  # the weight of those who are known to live longer than each
+        total = (u * longer[order]).sum()
+        compute = partial(_sum, order, u, w, temperature)
     if not total > 0:
-        return nothing_to_compare(hazards, single_class, "no two samples that can be compared")
+        return nothing_to_compare(rows[0], single_class, "no two samples that can be compared")
 
-    def compute(at: Tensor) -> Means:
-        value, gradient = _sum(at, order, weights * happened, weights, temperature)
-        return value / total, gradient / total
+    def mean(at: Tensor) -> Means:
+        value, gradient = compute(at)
+        if gradient.dtype == torch.float64:  # else no score is NaN
+            broken = at.isnan().any()
+            value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill(broken, math.nan)
+        return value / total, gradient / (total * temperature)
 
-    loss: Tensor = WithGradient.apply(hazards[counted], compute)  # type: ignore[no-untyped-call]
+    loss: Tensor = WithGradient.apply(hazards, mean)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -103,29 +124,31 @@ def _order(times: Tensor, happened: Tensor) -> Tensor:
     return order
 
 
-def _sum(hazards: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float) -> Means:
-    """sum_ij u_i w_j sigmoid((h_j - h_i) / T) over pairs with order_i < order_j, along with its gradient."""
+def _sum_of_few(pairs: Tensor, temperature: float, hazards: Tensor) -> Means:
+    """sum_ij p_ij sigmoid((h_j - h_i) / T), along with T times its gradient."""
+    x, divisor = scaled(hazards, temperature)
+    return _all_pairs(x[None], pairs[None].to(x.dtype), divisor)
+
+
+def _sum(order: Tensor, u: Tensor, w: Tensor, temperature: float, hazards: Tensor) -> Means:
+    """The same for p_ij = u_i w_j where order_i < order_j, else 0."""
     x, n = comparable(hazards), len(hazards)
     value, gradient = x.new_zeros(()), torch.zeros_like(x)
     last = int(order.max())
     alone = last == n - 1  # no ties, so that places in time are orders
-    if n <= FEW:
-        value += _all_pairs(x[None], order[None], u[None], w[None], temperature, gradient[None])
-    else:
-        if alone:
-            value += _blocks(x, order, u, w, temperature, gradient)
-        # Each other pair differs first in one bit of its orders: among all whose higher bits are the same.
-        place = x.argsort()
-        for bit in range(last.bit_length() - 1, (BLOCK.bit_length() - 2) if alone else -1, -1):
-            here = order[place]
-            later = here >> bit & 1
-            weights = torch.stack([w[place] * later, u[place] * (1 - later)])[None]
-            above, slope = sorted_sums(x[place][None], weights, temperature, terms_for(hazards), 1, here >> (bit + 1))
-            value += weights[0, 1] @ above[0, 0]
-            gradient.index_add_(0, place, weights[0, 0] * slope[0, 1] - weights[0, 1] * slope[0, 0])
-            place = place[(here >> bit).sort(stable=True)[1]]
-    broken = hazards.isnan().any()
-    return value.masked_fill(broken, math.nan), (gradient / temperature).masked_fill_(broken, math.nan)
+    if alone:
+        value += _blocks(x, order, u, w, temperature, gradient)
+    # Each other pair differs first in one bit of its orders: among all whose higher bits are the same.
+    place = x.argsort()
+    for bit in range(last.bit_length() - 1, (BLOCK.bit_length() - 2) if alone else -1, -1):
+        here = order[place]
+        later = here >> bit & 1
+        weights = torch.stack([w[place] * later, u[place] * (1 - later)])[None]
+        above, slope = sorted_sums(x[place][None], weights, temperature, terms_for(hazards), 1, here >> (bit + 1))
+        value += weights[0, 1] @ above[0, 0]
+        gradient.index_add_(0, place, weights[0, 0] * slope[0, 1] - weights[0, 1] * slope[0, 0])
+        place = place[(here >> bit).sort(stable=True)[1]]
+    return value, gradient
 
 
 def _blocks(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, gradient: Tensor) -> Tensor:
@@ -136,21 +159,18 @@ def _blocks(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, 
     real = torch.arange(padded.numel(), device=x.device).view(-1, BLOCK) < len(place)
     value = x.new_zeros(())
     for at, some in zip(torch.split(padded, 256), torch.split(real, 256), strict=True):
-        found = torch.zeros_like(at, dtype=x.dtype)
-        value += _all_pairs(x[at], order[at], u[at] * some, w[at] * some, temperature, found)
-        gradient.index_add_(0, at.flatten(), found.flatten())
+        pairs = (order[at][:, None] > order[at][:, :, None]) * (u[at] * some)[:, :, None] * (w[at] * some)[:, None]
+        found, to = _all_pairs(x[at], pairs, temperature / 4)
+        value += found
+        gradient.index_add_(0, at.flatten(), to)
     return value
 
 
-def _all_pairs(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, gradient: Tensor) -> Tensor:
-    y = (x[:, None] - x[:, :, None]).div_(temperature / 4).sigmoid_()  # (blocks, i, j)
-    slope = y.mT.contiguous()  # sigmoid(-x), without cancellation
-    pairs = (order[:, None] > order[:, :, None]) * u[:, :, None]
-    pairs *= w[:, None]
+def _all_pairs(x: Tensor, pairs: Tensor, divisor: float) -> Means:
+    """For scores (blocks, n) and weights of pairs (blocks, i, j): the sum, and its gradient (blocks * n,)."""
+    slope, y = sigmoids(x[:, None] - x[:, :, None], divisor)
     slope.mul_(y).mul_(pairs)
-    gradient += slope.sum(1)
-    gradient -= slope.sum(2)
-    return (pairs.mul_(y)).sum()
+    return y.mul_(pairs).sum(), (slope.sum(1) - slope.sum(2)).flatten()
 
 
 class ConcordanceLoss(Loss):

@@ -22,8 +22,8 @@ from backdrop.losses._batches import (
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
-from backdrop.losses._pairs import Means, WithGradient, dot, mean_over_problems, sigmoids, times
-from backdrop.losses._soft_ranks import PAIRS, SoftSums, comparable, in_parts, scaled, sorted_sums, terms_for
+from backdrop.losses._pairs import Means, WithGradient, mean_over_problems
+from backdrop.losses._soft_ranks import PAIRS, SoftSums, comparable, in_parts, scaled, sigmoids, sorted_sums, terms_for
 
 FEW = 4  # positives whose precision is taken from all pairs at once, however many samples there are
 
@@ -116,47 +116,57 @@ def average_precision_loss(
         if batch.sides is not None and positives * n <= max(PAIRS, FEW * n):
             return _precision_of_few(inputs[:, batch.present[0]], batch.sides[0], batch, temperature)
         x, u, v = batch.columns()
-        value, gradient = in_parts(partial(_precision, temperature=temperature), x.detach(), u, u + v)
+        value, gradient = in_parts(partial(_precision, temperature=temperature), x.detach(), u, v)
         return mean_over_problems(x, value, gradient, batch)
 
     loss: Tensor = WithGradient.apply(batch.inputs, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
-def _precision(x: Tensor, u: Tensor, w: Tensor, temperature: float) -> Means:
-    """L and dL/dx of each problem; of itself each positive has y_ii w_i = w_i / 2 in both sums."""
+def _precision(x: Tensor, u: Tensor, v: Tensor, temperature: float) -> Means:
+    """L and dL/dx of each problem, for weights of positives and negatives."""
     ordered, order = comparable(x).sort()
-    u, w = u.gather(1, order), w.gather(1, order)
-    weights, terms = torch.stack([u, w], 1), terms_for(x)
+    u, v = u.gather(1, order), v.gather(1, order)
+    weights, terms = torch.stack([u, v], 1), terms_for(x)
     value, slope = sorted_sums(ordered, weights, temperature, terms, 2)
-    hits, all_ = (value + u[:, None] / 2).unbind(1)
-    share, all_ = u / u.sum(1, keepdim=True), all_.masked_fill(u == 0, 1)
-    to = torch.stack([-share / all_, share * hits / all_.square()], 1)  # of L to both sums
+    loss, to = _shares_wrong(u, value.unbind(1), 1)
     other = sorted_sums(ordered, to, temperature, terms, 0)[1]
     gradient = (weights * other).sub_(to * slope).sum(1).div_(temperature)
-    return 1 - (share * hits / all_).sum(1), torch.empty_like(gradient).scatter_(1, order, gradient)
+    return loss, torch.empty_like(gradient).scatter_(1, order, gradient)
+
+
+def _shares_wrong(own: Tensor, above: tuple[Tensor, ...], dim: int) -> tuple[Tensor, Tensor]:
+    """L, and its derivatives by the weights of positives and of negatives above each positive, which are given.
+
+    As the share of negatives, 1 - P_i = wrong / (hits + wrong): where it is small, 1 - hits / all has no digits. Of
+    itself each positive has y_ii w_i = w_i / 2 in the sum over positives.
+    """
+    hits, wrong = above[0] + own / 2, above[1]
+    everything = (hits + wrong).masked_fill_(own == 0, 1)
+    share = own / own.sum(dim, keepdim=True) / everything
+    missed = wrong / everything
+    return (share * wrong).sum(dim), torch.stack([-share * missed, share * (hits / everything)], dim)
 
 
 def _precision_of_few(given: Tensor, i: Tensor, batch: Batch, temperature: float) -> Means:
     """The same for few positives in one problem, by the matrix of these and all."""
     x, divisor = scaled(given, temperature)
     column = batch.present[0]
-    u, w = batch.positive[:, column].to(x.dtype), None if batch.weight is None else batch.weight.to(x.dtype)
-    u = times(u, w)
-    own = u[i]
+    weights = torch.stack([batch.positive[:, column], batch.negative[:, column]]).double()
+    if batch.weight is not None:
+        weights *= batch.weight
     slope, y = sigmoids(x - x[i, None], divisor)
-    hits, all_ = y @ u + own / 2, dot(y, w) + own / 2
-    share = own / own.sum()
-    to_hits, to_all = -share / all_, share * hits / all_.square()
-    slope.mul_(y)
-    gradient = x.new_zeros(batch.inputs.shape)
+    slope = slope.mul_(y).double()  # in float32 products of matrices are less exact than sums
+    loss, to = _shares_wrong(weights[0, i], (y.double() @ weights.T).unbind(1), 0)
+    gradient = slope.new_zeros(batch.inputs.shape)
     at = gradient[:, column]
-    at += u * (to_hits @ slope) + times(to_all @ slope, w)
-    at.index_add_(0, i, to_hits * (slope @ u) + to_all * dot(slope, w), alpha=-1)
-    broken = given.isnan().any()
-    return (1 - (share * hits / all_).sum()).masked_fill(broken, math.nan), gradient.div_(temperature).masked_fill_(
-        broken, math.nan
-    )
+    torch.sum(weights * (to @ slope), 0, out=at)
+    at.index_add_(0, i, (to * (weights @ slope.T)).sum(0), alpha=-1)
+    gradient.div_(temperature)
+    if x.dtype == torch.float64:  # else no score is NaN
+        broken = given.isnan().any()
+        loss, gradient = loss.masked_fill(broken, math.nan), gradient.masked_fill_(broken, math.nan)
+    return loss, gradient
 
 
 @not_compiled
@@ -201,36 +211,43 @@ def ndcg_loss(
             f"{tuple(scores.shape)} and {tuple(relevance.shape)}"
         )
     columns = _columns(scores)
-    lists = columns.shape[1]
-    rows = [columns, relevance.detach().reshape(columns.shape), _weights_like(weight, columns)]
-    processes = resolve(group)
+    lists, processes = columns.shape[1], resolve(group)
+    rows = [columns, relevance.detach().reshape(columns.shape)]
+    if weight is not None or processes is not None:
+        rows.append(_weights_like(weight, columns))
     if processes is not None:
         together = all_gather(torch.cat([each.double() for each in rows], 1), processes, same_loss=True)
         rows = [part.to(each.dtype) for part, each in zip(torch.split(together, lists, 1), rows, strict=True)]
-    x, r, w = rows[0].T, rows[1].detach().T.double(), rows[2].detach().T.double()
-    padding = w == 0
-    x, r = x.masked_fill(padding, 0), r.masked_fill(padding, 0)
+    x, r, *weights = rows[0].T, *(row.detach().T.double() for row in rows[1:])
+    counted = None
+    if weights:
+        counted = weights[0] != 0
+        x, r = x.masked_fill(~counted, 0), r.masked_fill(~counted, 0)
     if not r.numel():
         return nothing_to_compare(rows[0], single_class, "no relevant item")
     most, tiny = r.amax(1, keepdim=True), torch.finfo(torch.float64).tiny
     # Over a constant that cancels, so that nothing overflows; 2^r - 1 = 2^r (1 - 2^-r).
-    gain = (r - most).exp2() * -(-math.log(2) * r).expm1() if gains == "exponential" else r / most.clamp(min=tiny)
-    gain = gain * w / w.amax(1, keepdim=True).clamp(min=tiny)
-    legal, right, *present = torch.stack(
-        [((w >= 0) & w.isfinite()).all(), ((r >= 0) & r.isfinite()).all(), *(gain > 0).any(1)]
-    ).tolist()
-    check_weights(legal)
+    gain = (r - most).exp2_().mul_((-math.log(2) * r).expm1_()).neg_() if gains == "exponential" else None
+    gain = r / most.clamp(min=tiny) if gain is None else gain
+    if weights:
+        gain = gain * weights[0] / weights[0].amax(1, keepdim=True).clamp(min=tiny)
+    found = [(r >= 0).logical_and_(r.isfinite()).all()[None], (gain > 0).any(1)]
+    found += [((w >= 0) & w.isfinite()).all()[None] for w in weights]
+    right, *present = torch.cat(found).tolist()
+    if weights:
+        check_weights(present.pop())
     if not right:
         raise ValueError("relevance has to hold finite numbers of at least 0, but got others")
     if not any(present):
         return nothing_to_compare(rows[0], single_class, "no relevant item")
     if not all(present):
-        x, gain, padding = x[present], gain[present], padding[present]
-    rank = soft_sums(x, (~padding).double()[:, None], temperature)[:, 0] + 0.5
+        x, gain = x[present], gain[present]
+        counted = None if counted is None else counted[present]
+    ones = torch.ones_like(gain) if counted is None else counted.double()
+    discount = (soft_sums(x, ones[:, None], temperature)[:, 0] + 1.5).log2()
     best = gain.sort(descending=True)[0]
-    ideal = (best / torch.arange(2, best.shape[1] + 2, device=best.device, dtype=torch.float64).log2()).sum(1)
-    found = (gain / (1 + rank).log2()).masked_fill(gain == 0, 0).sum(1)
-    return (1 - found / ideal).mean().to(wide(scores))
+    ideal = (best / torch.arange(2, best.shape[1] + 2, device=best.device, dtype=torch.float64).log2_()).sum(1)
+    return (1 - (gain / discount).sum(1) / ideal).mean().to(wide(scores))
 
 
 def check_gains(gains: str) -> None:
@@ -282,31 +299,34 @@ def spearman_loss(
             f"{tuple(a.shape)} and {tuple(b.shape)}"
         )
     columns = [_columns(each if each.is_floating_point() else each.double()) for each in (a, b)]
-    weights = make_weights(weight, columns[0])
-    processes = resolve(group)
-    kind = wide(a)
-    if processes is not None:
+    processes, kind, weights = resolve(group), wide(a), None
+    if weight is not None or processes is not None:
+        weights = make_weights(weight, columns[0])
+    if processes is not None and weights is not None:
         both = torch.cat([*(each.double() for each in columns), weights[:, None].double()], 1)
         parts = torch.split(all_gather(both, processes, same_loss=True), [columns[0].shape[1]] * 2 + [1], 1)
         columns = [part.to(each.dtype) for part, each in zip(parts[:2], columns, strict=True)]
         weights = parts[2][:, 0].detach().to(weights.dtype)
-    legal, weights = normalise(weights)
-    padding = weights == 0
-    sides = [each.T.masked_fill(padding, 0) for each in columns]
-    low, high = (
-        torch.stack([x.detach().double().masked_fill(padding, bound) for x in sides]) for bound in (math.inf, -math.inf)
-    )
-    differ = (low.amin(2) != high.amax(2)).all(0) if weights.numel() else weights.new_zeros(0, dtype=torch.bool)
-    legal, *present = torch.cat([legal[None], differ]).tolist()
-    check_weights(legal)
-    if not any(present) or int((~padding).sum()) < 2:
+    if weights is not None:
+        legal, weights = normalise(weights)
+        check_weights(bool(legal))
+        counted = weights > 0
+        weights = weights[counted].double()
+        sides = [each[counted].T for each in columns]
+    else:
+        sides = [each.T for each in columns]
+    several = sides[0].shape[1] > 1
+    present = torch.stack([(x != x[:, :1]).any(1) for x in sides]).all(0).tolist() if several else []
+    if not any(present):
         return nothing_to_compare(columns[0], single_class, "the same value of a or b in all samples")
     if not all(present):
         sides = [x[present] for x in sides]
-    share = weights.double() / weights.double().sum()
-    ranks = [soft_sums(-x, share.expand(len(x), 1, -1), temperature, exact=True)[:, 0] for x in sides]
-    ra, rb = (rank - (share * rank).sum(1, keepdim=True) for rank in ranks)
-    covariance, *variances = ((share * x * y).sum(1) for x, y in ((ra, rb), (ra, ra), (rb, rb)))
+    share = torch.ones_like(sides[0][0], dtype=torch.float64) if weights is None else weights
+    share = (share / share.sum()).expand(len(sides[0]), 1, -1)
+    ranks = [soft_sums(-x, share, temperature, exact=True) for x in sides]
+    ra, rb = (rank - (share * rank).sum(2, keepdim=True) for rank in ranks)
+    weighted = share * ra
+    covariance, *variances = ((x * y).sum((1, 2)) for x, y in ((weighted, rb), (weighted, ra), (share * rb, rb)))
     product = variances[0] * variances[1]  # 0 for temperatures at which no rank differs in floating point
     return (1 - covariance / product.masked_fill(product == 0, 1).sqrt()).mean().to(kind)
 
