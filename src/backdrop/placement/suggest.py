@@ -17,6 +17,7 @@ from torch import fx, nn
 from backdrop._core.checks import check_positive
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Axes, Field, Followed, by, follow
+from backdrop.placement.pooled import pooled_by
 
 __all__ = ["Suggestion", "Suggestions", "suggest"]
 
@@ -63,6 +64,7 @@ class _Place(NamedTuple):
     axes: Axes  # along which its positions lie
     open: bool  # whether other paths from the input to the output go around it
     masked: str  # the mask that stands there already
+    pooled: str  # the mean over all positions above it
 
     @property
     def units(self) -> int:
@@ -143,7 +145,8 @@ def _places(model: nn.Module, followed: Followed) -> list[_Place]:
                 behind = _before(node, followed.look.within)
                 masks[place if node in narrow else (*place[:-1], behind)] = layers[node]
         elif path is not None:
-            places[place] = _Place(path, field, followed.values[node].axes, node not in narrow, "")
+            above = pooled_by(followed, node)
+            places[place] = _Place(path, field, followed.values[node].axes, node not in narrow, "", above)
     return [place._replace(masked=masks.get(key, "")) for key, place in places.items()]
 
 
@@ -255,6 +258,11 @@ def _why(size: float, place: _Place, places: list[_Place], p: tuple[float, ...])
         )
     tries = ", ".join(f"p={value:.12g} keeps {max(1, round(units * (1 - value)))}" for value in p)
     words.append(f"Of {units} units {tries}. Try p={first:.12g} first; the higher p, the more epochs training needs.")
+    if place.pooled:
+        words.append(
+            f"{place.pooled} takes the mean over all of them, so that they have about the same gradient: "
+            "choose='gradient' cannot help here."
+        )
     if place.masked:
         words.append(f"A mask stands there already: model.get_submodule({place.masked!r}).p = {first:.12g}")
     else:
