@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, skip_blocked
+from backdrop._core.informed import inclusion_probabilities
 from backdrop._core.regression import Regression
 from backdrop.schedules import VarianceBudget
 from skipping import captures
@@ -51,6 +52,21 @@ def test_informed_masks_may_drop_more():
         model = scores(choose=choose)
         found += run(model, VarianceBudget(model, share=0.5, memory=200), 1000, skew=1.0)
     assert found[1] > 2 * found[0]
+
+
+@pytest.mark.parametrize("skew", [0.3, 1.0, 3.0])
+def test_what_a_line_makes_of_the_variance_of_informed_masks(skew):
+    """Without a floor convex in the odds, and 0 at 0; a floor adds a part that is there at once (docs/theory.md)."""
+    torch.manual_seed(0)
+    sizes, odds = torch.exp(skew * torch.randn(1, 200, dtype=torch.float64)), [i / 10 for i in range(301)]
+    without, with_floor = (
+        torch.stack([((1 / inclusion_probabilities(sizes, 200 / (1 + h), f) - 1) * sizes.square()).sum() for h in odds])
+        for f in (0.0, 0.1)
+    )
+    assert without[0].abs() < 1e-9 * without[-1]
+    assert (without.diff().diff() >= -1e-9 * without[-1]).all()
+    at_once = 0.1 / 0.9 * sizes.square().sum()
+    assert (with_floor <= without / 0.9 + at_once).all()
 
 
 class TwoMasks(nn.Module):

@@ -205,7 +205,7 @@ class VarianceBudget(Schedule):
     steps have half of the h that fits, and a few have more of it, so that its mean is what fits. Nothing is computed
     besides: `step` reads some of the numbers in `.grad`, which have to be there, so it goes between `backward()` and
     `zero_grad()`. For uniform masks this is what the theory says (docs/theory.md). That of informed ones grows faster
-    than h, and is then overestimated: they stay within the budget.
+    than h, and is then overestimated; but what their floor adds for any p may be taken for the batches' part.
 
     Args:
         target: a model, or Backdrop layers; then say `parameters`.
@@ -283,7 +283,7 @@ class VarianceBudget(Schedule):
 
     def shares(self) -> list[float]:
         """What each mask adds to the variance, over that from batch to batch; NaN before there is an estimate."""
-        batch, *slopes = self._regression.solution
+        batch, *slopes = self._regression.solve()
         if not batch:
             return [math.inf if slope else math.nan for slope in slopes]
         return [slope * odds / batch for slope, odds in zip(slopes, self._odds, strict=True)]
@@ -312,7 +312,8 @@ class VarianceBudget(Schedule):
 
     def _follow(self) -> None:
         """Go towards the odds that fit, a little at a time."""
-        batch, *slopes = self._regression.solve()
+        self._regression.solution = self._regression.solve()
+        batch, *slopes = self._regression.solution
         top = self.largest / (1 - self.largest)
         for i, slope in enumerate(slopes):
             fits = self.share * batch / (slope * len(slopes)) if slope > 0 else math.inf

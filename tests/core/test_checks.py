@@ -26,7 +26,7 @@ from backdrop.losses import (
     spearman_loss,
     squared_hinge_auc_loss,
 )
-from backdrop.schedules import ConstantP, CosineP, LambdaP, LinearP, StepP
+from backdrop.schedules import ConstantP, CosineP, LambdaP, LinearP, StepP, VarianceBudget
 from backdrop.textures import Matern, SquaredExponential, Texture, TextureDataset, patchwork_length, plot
 
 X = torch.ones(4, 3, 8, 8, requires_grad=True)
@@ -34,6 +34,7 @@ META = torch.device("meta")
 S, Y = torch.linspace(0, 1, 4), torch.tensor([0, 1, 0, 1])
 SE = SquaredExponential(3)
 SAVED = LinearP(Backdrop(), steps=2).state_dict()
+LINEAR = nn.Sequential(nn.Linear(2, 1), Backdrop())
 
 REFUSED = [
     # p
@@ -120,6 +121,12 @@ REFUSED = [
     (lambda: ConstantP(3, 0.5), TypeError, ["target", "Backdrop layers", "int"]),
     (lambda: LambdaP(Backdrop(), 0.5), TypeError, ["function", "callable", "float"]),
     (lambda: LambdaP(Backdrop(), lambda step: step + 1), ValueError, ["p has", "[0, 1)", "1"]),
+    (lambda: VarianceBudget(LINEAR, share=0.0), ValueError, ["share", "0.0"]),
+    (lambda: VarianceBudget(LINEAR, share=0.1, memory=1), ValueError, ["memory", "at least 10", "1"]),
+    (lambda: VarianceBudget(LINEAR, share=0.1, largest=1.0), ValueError, ["p has", "[0, 1)", "1.0"]),
+    (lambda: VarianceBudget([LINEAR[1]], share=0.1), ValueError, ["parameters", "model.parameters()"]),
+    (lambda: VarianceBudget(Backdrop(), share=0.1), ValueError, ["parameters", "requires a gradient", "none"]),
+    (lambda: VarianceBudget(LINEAR, share=0.1).step(), RuntimeError, ["no gradients", "before zero_grad()"]),
     # what a schedule saved
     *(
         (lambda change=change: LinearP(Backdrop(), steps=2).load_state_dict(SAVED | change), error, parts)

@@ -10,7 +10,7 @@ from backdrop import Backdrop, Backdrop1d, Backdrop2d, gradient_noise, insert, s
 from backdrop.functional import choose_weight, draw_weight
 from backdrop.placement.forecast import inverse_count
 
-DRAWS = 4000
+DRAWS = 20_000
 PS = (0.5, 0.9, 0.97)
 
 
@@ -33,13 +33,13 @@ def measured(below, above, x, loss, mask, p, informed):
     for group in [slice(i, i + 1) for i in range(len(x))] if len(mask.dims) > 1 else [slice(None)]:
         weight = drawn(g[group].flatten(1).norm(dim=1) if mask.dims == (0,) else g[group][0], mask, p, informed)
         places = torch.eye(weight[0].numel(), dtype=torch.float64).view(-1, *weight.shape[1:])
-        off = 0.0
-        for place, deviation in zip(places, (weight - 1).flatten(1).T, strict=True):
+        contributions = []
+        for place in places:
             part = torch.zeros_like(g)
             part[group] = g[group] * (place.view(-1, *[1] * (g.ndim - 1)) if mask.dims == (0,) else place)
             added = torch.autograd.grad(h, parameters, part, retain_graph=True)
-            off = off + deviation[:, None] * torch.cat([a.flatten() for a in added])
-        total += off.square().sum(1).mean()
+            contributions.append(torch.cat([a.flatten() for a in added]))
+        total += ((weight - 1).flatten(1) @ torch.stack(contributions)).square().sum(1).mean()
     return (total / sum(a.square().sum() for a in whole)).item()
 
 

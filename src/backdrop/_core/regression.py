@@ -40,8 +40,8 @@ class Regression:
                 self.products[i][j] = keep * self.products[i][j] + weight * a * b
 
     def solve(self) -> list[float]:
-        """By going down one coordinate at a time, from where it was last."""
-        found = self.solution
+        """By going down one coordinate at a time, from the solution that was kept last."""
+        found = list(self.solution)
         for _ in range(SWEEPS):
             largest = 0.0
             for i, row in enumerate(self.products):
@@ -53,7 +53,7 @@ class Regression:
                 found[i] = new
             if largest < CLOSE:
                 break
-        return list(found)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, none of them its own."""

@@ -22,6 +22,7 @@ from backdrop._core import informed
 from backdrop._core.draw import Lattice, make_lattice, spread
 from backdrop.layers import Backdrop
 from backdrop.placement.gradients import Step
+from backdrop.placement.inspection import expected_kept
 
 __all__ = ["Forecast", "Predicted", "forecast"]
 
@@ -142,7 +143,7 @@ def forecast(
             if torch.autograd.grad(value, x, retain_graph=True, allow_unused=True)[0] is None:
                 return [], "it masks several tensors at once"  # of which this is a view
             sums = _Call(step, value, x, weight, lattice).sums(mask, ps, units)
-            kept = [_number(lattice.size, p, mask.exact) for p in ps]
+            kept = [expected_kept(lattice.size, p, exact=mask.exact) for p in ps]
             rows = [
                 Predicted(p, k, uniform / squared, chosen / squared)
                 for p, k, (uniform, chosen) in zip(ps, kept, sums, strict=True)

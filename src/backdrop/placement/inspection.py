@@ -36,7 +36,8 @@ from backdrop.functional import effective_batch_size
 from backdrop.graph.look import check_input_shape, check_model
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop, drops_samples
-from backdrop.placement.fields import Field, receptive_fields
+from backdrop.placement.fields import Field, follow
+from backdrop.placement.pooled import pooled_by
 from backdrop.placement.savings import Saving, savings
 from backdrop.skip.statistics import check_statistics
 
@@ -65,6 +66,8 @@ class Mask:
         effective_batch: the samples of a minibatch that would be as noisy, `batch * (1 - p)`, of masks on samples; None
             for masks on positions, where it depends on the gradients: `gradient_noise` measures it.
         saving: what Skip would save of a training step, if that is known.
+        pooled: the mean over all positions above a mask on positions; "" where there is none. Below it all positions
+            have about the same gradient, so choose="gradient" cannot help.
     """
 
     p: float
@@ -78,6 +81,7 @@ class Mask:
     batch: int
     effective_batch: float | None
     saving: Saving | None
+    pooled: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,13 +222,14 @@ def inspect(
     check_statistics(statistics)
     place = device_of(model, device)
     shape = tuple(check_input_shape(input_shape))
-    fields = receptive_fields(model, shape)
+    followed = follow(model, shape)
+    fields = [(node, followed.fields[node]) for node in followed.look.rows if node in followed.fields]
     try:
         saved = savings(model, shape, statistics=statistics, device=place)
     except ValueError:  # it looks at values; all else has been checked above
         saved = {}
     layers = dict(model.named_modules(remove_duplicate=False))
-    rows = tuple(_row(field, layers, shape[0], saved) for field in fields)
+    rows = tuple(_row(field, layers, shape[0], saved, pooled_by(followed, node)) for node, field in fields)
     return Inspection(type(model).__name__, shape, rows, statistics, str(place))
 
 
@@ -250,14 +255,14 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
         raise ValueError(f"device has to be one that torch knows, such as 'cuda', but got {device!r}") from None
 
 
-def _row(field: Field, layers: dict[str, nn.Module], batch: int, saved: dict[str, Saving]) -> Row:
+def _row(field: Field, layers: dict[str, nn.Module], batch: int, saved: dict[str, Saving], pooled: str) -> Row:
     path = field.name.partition(" (")[0]  # a second call of the same layer has a number behind its name
     layer = layers.get(path)
-    mask = _mask(layer, field.shape, batch, saved.get(path)) if isinstance(layer, Backdrop) else None
+    mask = _mask(layer, field.shape, batch, saved.get(path), pooled) if isinstance(layer, Backdrop) else None
     return Row(field.name, field.kind, field.shape, field.lattice, field.size, field.stride, field.note, mask)
 
 
-def _mask(layer: Backdrop, shape: tuple[int, ...], batch: int, saving: Saving | None) -> Mask:
+def _mask(layer: Backdrop, shape: tuple[int, ...], batch: int, saving: Saving | None, pooled: str) -> Mask:
     lattice, p = make_lattice(shape, layer.dims, layer.patch), float(layer.p)
     patch = tuple(size for axis, size in zip(lattice.axes, lattice.patch, strict=True) if axis != 0)
     return Mask(
@@ -272,6 +277,7 @@ def _mask(layer: Backdrop, shape: tuple[int, ...], batch: int, saving: Saving | 
         batch=batch,
         effective_batch=effective_batch_size(batch, p) if drops_samples(layer, len(shape)) else None,
         saving=saving,
+        pooled=pooled if patch else "",
     )
 
 

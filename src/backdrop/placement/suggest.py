@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from backdrop._core.checks import check_positive
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Axes, Field, Followed, by, follow
+from backdrop.placement.pooled import pooled_by
 from backdrop.placement.surgery import mask_on
 
 __all__ = ["Place", "Suggestion", "Suggestions", "places_of", "rounded", "suggest"]
@@ -67,6 +68,7 @@ class Place(NamedTuple):
     axes: Axes  # along which its positions lie
     open: bool  # whether other paths from the input to the output go around it
     masked: str  # the mask that stands there already
+    pooled: str  # the mean over all positions above it
 
     @property
     def units(self) -> int:
@@ -169,7 +171,8 @@ def _places(model: nn.Module, followed: Followed) -> list[Place]:
                 behind = _before(node, followed.look.within)
                 masks[place if node in narrow else (*place[:-1], behind)] = layers[node]
         elif path is not None:
-            places[place] = Place(path, field, followed.values[node].axes, node not in narrow, "")
+            above = pooled_by(followed, node)
+            places[place] = Place(path, field, followed.values[node].axes, node not in narrow, "", above)
     return [place._replace(masked=masks.get(key, "")) for key, place in places.items()]
 
 
@@ -288,6 +291,11 @@ def _why(size: float, place: Place, places: list[Place], p: tuple[float, ...]) -
         f"{'half of them' if first == 0.5 else 'about as many as do not overlap'}; the higher p, the more epochs "
         "training needs."
     )
+    if place.pooled:
+        words.append(
+            f"{place.pooled} takes the mean over all of them, so that they have about the same gradient: "
+            "choose='gradient' cannot help here."
+        )
     if place.masked:
         words.append(f"A mask stands there already: model.get_submodule({place.masked!r}).p = {first:.12g}")
     else:

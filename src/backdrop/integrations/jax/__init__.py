@@ -15,6 +15,7 @@ Units, groups, `patch`, `exact` and `scale` mean what they mean in `backdrop.fun
 
 from backdrop.integrations.jax.draw import draw_mask, draw_weight
 from backdrop.integrations.jax.functional import backdrop, mask_gradient
+from backdrop.integrations.jax.informed import choose_weight
 from backdrop.integrations.jax.samples import skip
 
-__all__ = ["backdrop", "draw_mask", "draw_weight", "mask_gradient", "skip"]
+__all__ = ["backdrop", "choose_weight", "draw_mask", "draw_weight", "mask_gradient", "skip"]

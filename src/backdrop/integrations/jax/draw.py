@@ -63,7 +63,12 @@ def draw_weight(
     kept = _draw_units(key, lattice, p, exact)
     numerator, per_count = masks.weight_terms(scale, lattice.size, p)  # type: ignore[arg-type]
     count = kept.sum(1, keepdims=True) if per_count else 1
-    weight: jax.Array = (kept.astype(dtype) * numerator / count).astype(dtype).reshape(lattice.shape)
+    return spread((kept.astype(dtype) * numerator / count).astype(dtype), lattice, shape)
+
+
+def spread(units: jax.Array, lattice: masks.Lattice, shape: Sequence[int]) -> jax.Array:
+    """From (groups, units) to one value per position, size 1 on the axes that share the draw."""
+    weight: jax.Array = units.reshape(lattice.shape)
     for axis, size in zip(lattice.axes, lattice.patch, strict=True):
         if size > 1:
             weight = jax.lax.slice_in_dim(jnp.repeat(weight, size, axis), 0, shape[axis], axis=axis)
@@ -76,8 +81,7 @@ def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, e
     count = count_kept(size, p) if exact else None
     if size == 0 or is_zero(p):
         return jnp.ones((groups, size), bool)
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(f"key has to be a JAX random key, but got {key!r}; make one with jax.random.key(0)")
+    check_key(key)
     u = jax.random.uniform(key, (groups, size), jnp.float32)
     if count is not None:
         largest = jax.lax.top_k(u, count)[1]
@@ -85,6 +89,11 @@ def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, e
     # Never empty: where any unit passes the threshold the largest does too; where none does, it is a uniform choice.
     kept: jax.Array = (u >= p) | (jnp.arange(size) == u.argmax(1, keepdims=True))
     return kept
+
+
+def check_key(key: jax.Array | None) -> None:
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"key has to be a JAX random key, but got {key!r}; make one with jax.random.key(0)")
 
 
 def count_kept(size: int, p: Probability) -> int:

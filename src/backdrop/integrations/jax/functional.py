@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from backdrop._core.checks import Dims, Patch, Scale, check_scale, check_weight_shape
+from backdrop._core.checks import Choose, Dims, Patch, Scale, check_choose, check_scale, check_weight_shape
 from backdrop._core.draw import make_lattice
-from backdrop.integrations.jax.draw import Probability, as_probability, draw_weight, is_zero
+from backdrop.integrations.jax.draw import Probability, as_probability, check_key, count_kept, draw_weight, is_zero
+from backdrop.integrations.jax.informed import chosen
 
 
 def backdrop(
@@ -22,6 +23,8 @@ def backdrop(
     patch: Patch = 1,
     exact: bool = False,
     scale: Scale = "count",
+    choose: Choose = "uniform",
+    floor: float = 0.1,
     training: bool = True,
 ) -> jax.Array:
     """Return `x` unchanged; in the backward pass drop each unit's gradient with probability `p` (Eq. 1).
@@ -39,14 +42,24 @@ def backdrop(
         exact: keep exactly `max(1, round(N * (1 - p)))` of a group's N units instead of a random number.
         scale: what kept gradients are multiplied by: "count" N/|b| (Eq. 2, unbiased), "eq1" (1-p) N/|b|
             (Eq. 1 as printed), "probability" 1/(1-p), or None for 1.
+        choose: "uniform" draws units blindly; "gradient" in the backward pass, by the size of the gradient that arrives
+            at them, weighted so that it is as unbiased (`choose_weight`). It has first derivatives in reverse mode.
+        floor: the share of that choice which stays uniform.
         training: False makes this the identity; it has to be known when the function is traced.
     """
     p = as_probability(p)
     check_scale(scale)
+    check_choose(choose, floor)
     x = _as_differentiable(x)
-    make_lattice(x.shape, dims, patch)
+    lattice = make_lattice(x.shape, dims, patch)
     if not training or is_zero(p):
         return x
+    if choose == "gradient":
+        if exact:
+            count_kept(lattice.size, p)
+        check_key(key)
+        how = {"dims": dims, "patch": patch, "exact": exact, "scale": scale, "floor": floor}
+        return chosen(x, key, p, how)
     weight = draw_weight(key, x.shape, p, dims, patch=patch, exact=exact, scale=scale, dtype=weight_dtype(x))
     return masked(x, weight)
 

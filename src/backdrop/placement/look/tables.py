@@ -61,7 +61,9 @@ def mask_cells(row: Row) -> tuple[str, ...]:
 def mask_notes(found: Inspection) -> list[str]:
     """What Skip would do at each mask, and why."""
     notes = [(row.name, row.mask.saving.note) for row in found.masks if row.mask and row.mask.saving]
-    return [f"Skip at {name}: {note}" for name, note in notes if note]
+    told = [f"Skip at {name}: {note}" for name, note in notes if note]
+    pooled = [(row.name, row.mask.pooled) for row in found.masks if row.mask and row.mask.pooled]
+    return told + [f"{name}: {wording.pooled(above)}" for name, above in pooled]
 
 
 def remarks(found: Inspection) -> list[str]:

@@ -109,6 +109,13 @@ def saving(mask: Mask) -> str:
     return "Skip would save nothing here" if time == memory == "the same" else f"Skip: {time} time, {memory} memory"
 
 
+def pooled(above: str) -> str:
+    return (
+        f"{above} takes the mean over all positions, which gives them about the same gradient: "
+        "choose='gradient' cannot help here"
+    )
+
+
 def heading(found: Inspection) -> str:
     masks = len(found.masks)
     number = f"{masks} of them masks" if masks > 1 else "one of them a mask" if masks else "no masks"
