@@ -119,6 +119,8 @@ class Engine:
             self._check_plain(self._not_followed(), False)
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
+        if missed.keys() - within:
+            self._check_plain(self._not_followed(), False)
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
@@ -198,11 +200,23 @@ class Engine:
     def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
         module = once_differentiable(module)
         if self.settings.statistics == "running":
-            module = with_running_statistics(module)
+            try:
+                module = with_running_statistics(module)
+                if module.meta.get("break"):
+                    self._check_plain(f"torch did not follow it ({module.meta['break']})", False)
+            except (ValueError, RuntimeError) as error:
+                return _raising(error)  # when it is run: torch would go on without it now
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
         return self.graphs[-1]
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def refuse(*inputs: Any) -> Any:
+        raise error
+
+    return refuse
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -521,7 +535,7 @@ class Part(nn.Module):
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
             self.way = Positions(segment, first.layer, policy, self.settings.tile, self.settings.memory)
-            self.way.always = self.settings.when == "always"
+            self.way.always, self.way.lean = self.settings.when == "always", self.settings.when == "lean"
 
     def compile_programs(self) -> None:
         """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""
