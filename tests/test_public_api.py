@@ -36,6 +36,7 @@ MODULES = [
     "backdrop.experiments.train",
     "backdrop.integrations.jax",
     "backdrop.integrations.lightning",
+    "backdrop.integrations.sources",
     "backdrop.integrations.timm",
     "backdrop.integrations.transformers",
 ]

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from backdrop.graph.cost import NORM, Cost, Meter
 from backdrop.graph.table import rule_of
+from backdrop.graph.unread import Unread
 
 OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -64,6 +65,7 @@ class Traced:
     storages: dict[fx.Node, set[int]] = field(default_factory=dict)  # whose memory a result lies in
     draws: set[fx.Node] = field(default_factory=set)  # calls that draw random numbers
     in_place: dict[fx.Node, Called] = field(default_factory=dict)  # what pure calls were before
+    unread: set[fx.Node] = field(default_factory=set)  # what stands for sources
     sharing: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)  # calls that change the same running statistics
 
     @property
@@ -162,14 +164,14 @@ class StandIns:
 
     def __getitem__(self, number_and_real: tuple[int, Tensor]) -> Tensor:
         number, real = number_and_real
+        if isinstance(real, Unread):
+            with self.mode:
+                return torch.empty(real.shape, dtype=real.dtype, device=real.device)
         lasts = isinstance(real, nn.Parameter)
         if lasts and number in self.made:
             of, known = self.made[number]
             if of() is real and _looks_alike(known, real):
                 return known
-        if real.numel() > 1 and not any(real.stride()):  # it stands for something that is read elsewhere
-            with self.mode:
-                return torch.empty(real.shape, dtype=real.dtype, device=real.device)
         made: Any = self.mode.from_tensor(real.detach(), static_shapes=True)
         if lasts:
             self.made[number] = weakref.ref(real), made
@@ -206,6 +208,7 @@ class _Pass:
         self.costs: dict[fx.Node, Cost] = {}
         self.draws: set[fx.Node] = set()
         self.runtime: set[fx.Node] = set()  # numbers that are known only when the graph runs
+        self.unread: set[fx.Node] = set()  # what stands for a source, and all that is made of it
         self.storages: dict[fx.Node, set[int]] = {}
         self.writes: dict[fx.Node, list[fx.Node]] = {}  # whose memory a call writes over
         self.contexts: dict[fx.Node, Any] = {}
@@ -227,6 +230,8 @@ class _Pass:
                     self.values[node] = made.get(id(real), real)
                     if not isinstance(real, (Tensor, int, bool)):
                         self.runtime.add(node)
+                    if isinstance(real, Unread):
+                        self.unread.add(node)
                 elif node.op == "get_attr":
                     self.values[node] = _attribute(module, str(node.target))
                 else:
@@ -280,6 +285,8 @@ class _Pass:
 
     def _look(self, node: fx.Node) -> None:
         value = self.values.get(node)
+        if not self.unread.isdisjoint(node.all_input_nodes) and _tensors(value):
+            self.unread.add(node)
         self.alive.append(value)
         self.storages[node] = {leaf.untyped_storage()._cdata for leaf in _tensors(value)}
         if node.op not in ("placeholder", "get_attr"):
@@ -405,8 +412,12 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         traced.storages[copy] = passed.storages.get(node, set())
         if node in passed.draws:
             traced.draws.add(copy)
-        if any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
+        # What is made of a source counts too, with or without weights: there is no tensor that could be computed from.
+        made = node in passed.unread and node.op != "placeholder"
+        if made or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
             traced.differentiable.add(copy)
+        if node in passed.unread and node.op == "placeholder":
+            traced.unread.add(copy)
         if node.op in ("placeholder", "get_attr"):
             continue
         if node not in passed.values:

@@ -6,7 +6,6 @@ import math
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +19,7 @@ from backdrop.graph.inserted import mask_tensors
 from backdrop.graph.running import with_running_statistics
 from backdrop.graph.table import Statistics
 from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
+from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.skip.budget import TileSize
 from backdrop.skip.positions import Positions
@@ -27,7 +27,7 @@ from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.samples import Samples
 from backdrop.skip.segments import Demand, Segment, find_segment
-from backdrop.skip.sources import all_or_nothing, source_of, with_stand_ins
+from backdrop.skip.sources import all_or_nothing
 
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
@@ -97,18 +97,21 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        device = next((x.device for x in (*self.root.parameters(), *self.root.buffers())), torch.device("cpu"))
-        (args, kwargs), sources = with_stand_ins((args, kwargs), device)
-        reason = self._plain_because(masks, sources)
+        (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
+        reason = self._plain_because(masks, bool(unread))
         if reason is not None:
-            self._check_plain(reason, sources)
+            self._check_plain(reason)
             if reason:
                 self._say(masks, reason)
+            if unread:
+                raise RuntimeError(cannot_read(unread[0], reason))
             return self._plainly()(*args, **kwargs)
-        with all_or_nothing(self.root) if sources else nullcontext():
-            return self._captured(masks, sources, args, kwargs)
+        if not unread:
+            return self._captured(masks, args, kwargs)
+        with all_or_nothing(self.root):
+            return sources_again(self._captured(masks, args, kwargs))
 
-    def _captured(self, masks: dict[Backdrop, str], sources: bool, args: Any, kwargs: Any) -> Any:
+    def _captured(self, masks: dict[Backdrop, str], args: Any, kwargs: Any) -> Any:
         written = _written(self.root)
         if self.capture is None or any(self.written.get(kind, code) != code for kind, code in written.items()):
             self.capture = Capture(self.plain, self._convert)
@@ -116,11 +119,11 @@ class Engine:
         self.visited = set()
         out = self.capture(*args, **kwargs)
         if self.capture.breaks:
-            self._check_plain(self._not_followed(), False)
+            self._check_plain(self._not_followed())
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
         if missed.keys() - within:
-            self._check_plain(self._not_followed(), False)
+            self._check_plain(self._not_followed())
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
@@ -130,10 +133,8 @@ class Engine:
         owned = [value for module in self.root.modules() for value in module.__dict__.values()]
         return [value for value in owned if isinstance(value, Engine) and value is not self]
 
-    def _check_plain(self, reason: str, sources: bool) -> None:
+    def _check_plain(self, reason: str) -> None:
         """Refuse to run a model as it is where that would not be the same."""
-        if sources:
-            raise RuntimeError(f"a Source is read in tiles, but the model runs as it is: {reason or 'no reason'}")
         if self.settings.statistics == "running" and self._keeps_running():
             raise RuntimeError(
                 "statistics='running' needs a model that torch follows from end to end, because it runs by other "
@@ -148,7 +149,7 @@ class Engine:
     def _plain_because(self, masks: dict[Backdrop, str], sources: bool = False) -> str | None:
         """Why the model runs as it is, without a look at its graph; nothing to say where no gradient is wanted."""
         tiled = self.settings.tiled and any(not drops_samples(mask) for mask in masks)
-        if sources and not self.settings.tiled and self.settings.at_once is None:
+        if sources and not self.settings.tiled and not any(map(drops_samples, masks)):
             raise ValueError(
                 "a Source is read in tiles: give tile=, or tile='auto' and memory=, to Skip or skip_blocked"
             )
@@ -203,7 +204,7 @@ class Engine:
             try:
                 module = with_running_statistics(module)
                 if module.meta.get("break"):
-                    self._check_plain(f"torch did not follow it ({module.meta['break']})", False)
+                    self._check_plain(f"torch did not follow it ({module.meta['break']})")
             except (ValueError, RuntimeError) as error:
                 return _raising(error)  # when it is run: torch would go on without it now
         if not any(is_mark(node) for node in _all_nodes(module)):
@@ -217,6 +218,10 @@ def _raising(error: Exception) -> Callable[..., Any]:
         raise error
 
     return refuse
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -274,8 +279,7 @@ class Graph:
     def __call__(self, *inputs: Any) -> Any:
         if self.numbers is None:
             self.numbers = [i for i, value in enumerate(inputs) if not isinstance(value, Tensor)]
-        sources = tuple(i for i, value in enumerate(inputs) if source_of(value) is not None)
-        key = (self.engine.compiled, sources, *(inputs[i] for i in self.numbers))
+        key = (self.engine.compiled, *(inputs[i] for i in self.numbers))
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = Plan(self.engine, self.module, inputs, self.stand_ins)
@@ -324,9 +328,9 @@ class Plan:
         entries = dict(zip(map(id, events), map(Entry, names, drops), strict=True))
         for group in self._groups(events):
             self.parts.append(Part(engine, self.traced, group, [entries[id(event)] for event in group], self.failed))
-        self._check_sources(inputs)
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
+        self.read_whole = self._read_whole()
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
@@ -334,26 +338,24 @@ class Plan:
         if engine.compiled:
             self._compile()
 
-    def _check_sources(self, inputs: Sequence[Any]) -> None:
-        """Sources are read by what runs in tiles alone."""
-        nodes = (node for node in self.traced.graph.nodes if node.op == "placeholder")
-        for node, value in zip(nodes, inputs, strict=True):
-            source = source_of(value)
-            tiled = [part for part in self.parts if isinstance(part.way, Positions) and part.way.tiling is not None]
-            within = {step for part in tiled for step in part.segment.steps}
-            outside = [user for user in node.users if user not in within] if source is not None else []
-            if outside:
-                reasons = [part.never for part in self.parts if part.never] or [self.failed]
-                reasons = [f"{path}: {why}" for part in self.parts for path, why in part.segment.kept] or reasons
-                raise RuntimeError(
-                    f"{source!r} is read in tiles, but {name_of(outside[0])} needs all of it at once "
-                    f"({'; '.join(filter(None, reasons)) or 'it does not lie before a mask of positions'})"
-                )
-
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
         self.engine.report.update(self.entries)
+        if self.read_whole:
+            unread = next(value for value in inputs if isinstance(value, Unread))
+            raise RuntimeError(cannot_read(unread, self.read_whole))
         return self.code(*inputs)
+
+    def _read_whole(self) -> str:
+        """What reads all of a source, outside of what is run in parts, and why it is there."""
+        members = {node for part in self.parts for node in part.segment.steps}
+        for source in self.traced.unread:
+            for user in source.users:
+                if user not in members and not is_mark(user) and user.op != "output":
+                    ends = [f"{path}: {reason}" for entry in self.entries for path, reason in entry.kept]
+                    because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
+                    return f"{name_of(user)} reads all of it{because}"
+        return ""
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""
@@ -511,7 +513,7 @@ class Part(nn.Module):
             entry.drops = "samples" if by_samples else "positions"
         if by_samples:
             exits = {node: Demand((0,)) for node in shapes}
-            if next(iter(shapes.values()))[0] < 2:
+            if next(iter(shapes.values()))[0] < 2 and not traced.unread:
                 self.never = "there is one sample"
         else:
             ((value, shape),) = shapes.items()
@@ -557,13 +559,16 @@ class Part(nn.Module):
 
     def forward(self, *values: Any) -> list[Any]:
         active = any(_is_active(layer) for layer in self.layers)
+        sources = any(isinstance(value, Unread) for value in values)
         if isinstance(self.way, Positions) and self.way.tiling is not None:
             tiling = self.way.tiling
-            if active or tiling.in_tiles or any(source_of(value) is not None for value in values):
+            if active or tiling.in_tiles or sources:
                 (entry,) = self.entries
                 entry.skipped, entry.share = self.segment.skipped, self.segment.share
                 entry.last = "backward has not run yet"
                 return [self.way.run(values, entry, active=active)]
+        if sources:
+            return self._from_sources(values)
         caches = isinstance(self.way, Samples) and self.settings.at_once is not None
         if not active and not (caches and all(layer.training for layer in self.layers)):
             return self._plainly(values, "no mask drops anything" if self.way is not None else self.never)
@@ -574,11 +579,24 @@ class Part(nn.Module):
             reason = self.way.refuses() or reason
         if reason:
             return self._plainly(values, reason)
+        return self._skipping(values, parts)
+
+    def _from_sources(self, values: Sequence[Any]) -> list[Any]:
+        """Samples, where plain is no way: whatever p is, and also where no gradient is wanted."""
+        if self.way is None:
+            return self._plainly(values, self.never)
+        if isinstance(self.way, Positions):
+            return self._plainly(values, "positions are computed in tiles only with tile= or memory=")
+        reason = self.way.refuses() or self.way.refuses_sources(values)
+        return self._plainly(values, reason) if reason else self._skipping(values, self._decide(values)[1])
+
+    def _skipping(self, values: Sequence[Any], parts: int) -> list[Any]:
         for entry in self.entries:
             entry.skipped, entry.share = self.segment.skipped, self.segment.share
         if isinstance(self.way, Positions):
             self.entries[0].last = "backward has not run yet"
             return [self.way.run(values, self.entries[0])]
+        assert self.way is not None
         outputs, said = self.way.run(values, parts, self.entries)
         for entry in self.entries:
             entry.last = said
@@ -588,6 +606,9 @@ class Part(nn.Module):
     def _plainly(self, values: Sequence[Any], reason: str) -> list[Any]:
         for entry in self.entries:
             entry.ran_plain(reason)
+        unread = next((value for value in values if isinstance(value, Unread)), None)
+        if unread is not None:
+            raise RuntimeError(cannot_read(unread, f"the mask {self.entries[0].mask} runs plain: {reason}"))
         found = dict(zip(self.segment.exits, self.plain(values), strict=True))
         outputs: list[Any] = []
         for event in self.events:

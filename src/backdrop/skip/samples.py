@@ -10,13 +10,15 @@ the backward pass has come to the mask.
 
 With `at_once`, no pass has more samples than that in work. The kept ones then run without gradients too, part by part,
 if there are more of them, and again with gradients in the backward pass, each part from the same random numbers. With p
-= 0 that is gradient caching (Gao et al., 2021)."""
+= 0 that is gradient caching (Gao et al., 2021).
+
+Samples of a source are read for each part, the next part while this one is computed, in the forward pass and again
+where the backward pass computes again. So of inputs there are never more than two parts at once."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +30,10 @@ from torch.autograd.function import once_differentiable
 
 from backdrop._core.draw import is_zero
 from backdrop._core.product import multiply
+from backdrop._source import ReadAhead, moved
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics
+from backdrop.graph.unread import Unread
 from backdrop.layers import Backdrop
 from backdrop.skip.programs import InStep, Program
 from backdrop.skip.report import Entry
@@ -141,11 +145,13 @@ class Samples:
 
     def run(self, values: Sequence[Any], parts: int, entries: Sequence[Entry]) -> tuple[list[Tensor], str]:
         """The exits' values with the masks behind them, and in words how they were computed."""
+        streams = any(isinstance(value, Unread) for value in values)
+        if streams and not (torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in values)):
+            return self._without_any(values, parts), f"{self.number} samples ran without gradients"
         if self.chooses:
             run = Run(self, entries_of_report=entries, parts_of_all=parts)
             return self._later(run, values), "backward has not run yet"
-        device = next(value.device for value in values if isinstance(value, Tensor))
-        split = self._split(device)
+        split = self._split(_device_of(values))
         said = f"{len(split.kept)} of {self.number} samples ran with gradients"
         if self.norms:
             return self._together(values, split, parts), said
@@ -194,9 +200,18 @@ class Samples:
 
     def _take(self, values: Sequence[Any], rows: Tensor, known: bool = False) -> list[Any]:
         """The rows of every value that has some for each sample; everything else is shared."""
+        return self._moved(self._read(values, rows), values, rows, known)
+
+    def _read(self, values: Sequence[Any], rows: Tensor) -> list[Tensor | None]:
+        """The rows of sources, where they are read."""
+        return [value.rows(rows) if isinstance(value, Unread) else None for value in values]
+
+    def _moved(self, read: list[Tensor | None], values: Sequence[Any], rows: Tensor, known: bool = False) -> list[Any]:
         taken = []
-        for value, demand in zip(values, self.rows, strict=True):
-            if demand is None or demand.axes[0] is None or not isinstance(value, Tensor) or known:
+        for value, own, demand in zip(values, read, self.rows, strict=True):
+            if own is not None:
+                taken.append(moved(own, value.device))
+            elif demand is None or demand.axes[0] is None or not isinstance(value, Tensor) or known:
                 taken.append(value)
             elif demand.inner == 1:
                 taken.append(value.index_select(demand.axes[0], rows))
@@ -204,6 +219,25 @@ class Samples:
                 inner = torch.arange(demand.inner, device=rows.device)
                 taken.append(value.index_select(demand.axes[0], (rows[:, None] * demand.inner + inner).flatten()))
         return taken
+
+    def _each(self, values: Sequence[Any], parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Any]]]:
+        """The rows of each part, and what they are of all values; with sources the next part is read meanwhile."""
+        if not any(isinstance(value, Unread) for value in values):
+            for rows in parts:
+                yield rows, self._take(values, rows)
+            return
+        with ReadAhead(functools.partial(self._read, values), [rows.cpu() for rows in parts]) as found:
+            for rows, read in zip(parts, found, strict=True):
+                yield rows, self._moved(read, values, rows)
+
+    def refuses_sources(self, values: Sequence[Any]) -> str:
+        """Why samples cannot come from sources, if so."""
+        for value, demand in zip(values, self.rows, strict=True):
+            if isinstance(value, Unread) and (demand is None or demand.axes[0] != 0 or demand.inner != 1):
+                return "its first axis is not that of the samples that the mask drops"
+        if self.norms:
+            return "batch statistics in training need all samples at once; put these layers in eval mode"
+        return ""
 
     def _without_gradients(self, program: Program, values: Sequence[Any], rows: int = 0) -> Any:
         """On a CPU images with their channels together, which saves convolutions the time to put them so."""
@@ -216,13 +250,25 @@ class Samples:
             outputs[:] = [x.contiguous() for x in outputs]
         return found
 
+    def _fill(self, merged: list[Tensor], values: Sequence[Any], parts: Sequence[Tensor]) -> None:
+        """The outputs of these rows, part by part without gradients, put where they belong."""
+        for rows, taken in self._each(values, parts):
+            self._place(merged, self._without_gradients(self.lean, taken, len(rows)), rows)
+
+    def _without_any(self, values: Sequence[Any], parts: int) -> list[Tensor]:
+        every = torch.arange(self.number, device=_device_of(values))
+        merged: list[Tensor] = []
+        with torch.no_grad():
+            self._fill(merged, values, self._parts(every, parts))
+        for mask, leaf in dict(zip(self.masks, merged, strict=True)).items():
+            mask.shared_draw(leaf, False)  # those of many processes count the call
+        return merged
+
     def _apart(self, values: Sequence[Any], split: Split, parts: int) -> list[Tensor]:
         """The others without gradients, in parts; then the kept ones; then both in order."""
         merged: list[Tensor] = []
         with torch.no_grad():
-            for rows in self._parts(split.rest, parts):
-                outputs = self._without_gradients(self.lean, self._take(values, rows), len(rows))
-                self._place(merged, outputs, rows)
+            self._fill(merged, values, self._parts(split.rest, parts))
         if torch.is_autocast_enabled(split.kept.device.type):
             torch.clear_autocast_cache()  # of weights that were cast without gradients
         outputs = self.program(self._take(values, split.kept, split.known), len(split.kept))
@@ -260,8 +306,8 @@ class Samples:
 
     def _later(self, run: Run, values: Sequence[Any]) -> list[Tensor]:
         """Nobody keeps gradients in the forward pass; the backward pass runs samples again, part by part."""
-        run.others = [None if isinstance(value, Tensor) else value for value in values]
-        tensors = [value for value in values if isinstance(value, Tensor)]
+        run.others = [value if isinstance(value, Unread) or not isinstance(value, Tensor) else None for value in values]
+        tensors = [value for value, other in zip(values, run.others, strict=True) if other is None]
         found: tuple[Tensor, ...] = _Again.apply(run, *tensors)  # type: ignore[no-untyped-call]
         return list(found)
 
@@ -393,12 +439,10 @@ class Run:
         samples, values, merged = self.samples, self.entries(tensors), list[Tensor]()
         if self.split is None:
             return self._forward_all(values, tensors[0].device)
-        for rows, _ in self.parts():
+        for rows, taken in samples._each(values, [rows for rows, _ in self.parts()]):
             self.states.append(_random_state(tensors[0].device))
-            samples._place(merged, samples.program(samples._take(values, rows), len(rows)), rows)
-        for rows in samples._parts(self.split.rest, 1):
-            outputs = samples._without_gradients(samples.lean, samples._take(values, rows), len(rows))
-            samples._place(merged, outputs, rows)
+            samples._place(merged, samples.program(taken, len(rows)), rows)
+        samples._fill(merged, values, samples._parts(self.split.rest, 1))
         return merged
 
     def _forward_all(self, values: list[Any], device: torch.device) -> list[Tensor]:
@@ -410,9 +454,7 @@ class Run:
             assert samples.all_first is not None
             whole, self.seen = samples._without_gradients(samples.all_first, values)
             return list(whole)
-        for rows in samples._parts(torch.arange(samples.number, device=device), self.parts_of_all):
-            outputs = samples._without_gradients(samples.lean, samples._take(values, rows), len(rows))
-            samples._place(merged, outputs, rows)
+        samples._fill(merged, values, samples._parts(torch.arange(samples.number, device=device), self.parts_of_all))
         return merged
 
     def _choose(self, grads: Sequence[Tensor | None]) -> Split:
@@ -452,14 +494,16 @@ class Run:
         demands = [d for d, other in zip(samples.rows, self.others, strict=True) if other is None]
         shared = [d is None or d.axes[0] is None for d in demands]
         try:
-            for (rows, weights), state in itertools.zip_longest(self.parts(), self.states):
-                taken = samples._take(self.entries([t.detach() for t in tensors]), rows)
+            parts, values = self.parts(), self.entries([t.detach() for t in tensors])
+            each = samples._each(values, [rows for rows, _ in parts])
+            for (_, weights), state, (rows, taken) in zip(parts, self.states or [None] * len(parts), each, strict=True):
                 leaves = [value for value, other in zip(taken, self.others, strict=True) if other is None]
                 leaves = [
                     leaf.detach().requires_grad_(want) if leaf.is_floating_point() or leaf.is_complex() else leaf
                     for leaf, want in zip(leaves, wanted, strict=True)
                 ]
-                del taken
+                given = iter(leaves)
+                taken = [next(given) if other is None else own for own, other in zip(taken, self.others, strict=True)]
                 for leaf, whole, known in zip(leaves, shared, result, strict=True):
                     leaf.grad = known if whole else None  # to which torch adds in place
                 if state is not None:
@@ -469,9 +513,9 @@ class Run:
                         stack.enter_context(torch.autocast(**settings))
                     if self.seen is not None:
                         assert samples.kept_again is not None
-                        outputs = samples.kept_again(self.entries(leaves), len(rows), self.seen)
+                        outputs = samples.kept_again(taken, len(rows), self.seen)
                     else:
-                        outputs = samples.program(self.entries(leaves), len(rows))
+                        outputs = samples.program(taken, len(rows))
                 pairs = [
                     (output, _weighted(grad.index_select(0, rows), weight))
                     for output, grad, weight in zip(outputs, grads, weights, strict=True)
@@ -501,8 +545,8 @@ class Run:
         return result
 
 
-def _device_of(grads: Sequence[Tensor | None]) -> torch.device:
-    return next(grad.device for grad in grads if grad is not None)
+def _device_of(values: Sequence[Any]) -> torch.device:
+    return next(value.device for value in values if isinstance(value, Tensor))
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,8 +1,4 @@
-"""Inputs that are read where they are needed: what stands in for them, and their tiles and windows.
-
-A model is called with a `backdrop.Source`. What follows the model's code is given a *stand-in*: a tensor of the same
-shape that holds one number. Segments that run in tiles know whose place it takes, and read that.
-"""
+"""Inputs that are read where they are needed: their tiles and windows, and what a read that fails leaves behind."""
 
 from __future__ import annotations
 
@@ -13,36 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from backdrop._source import ReadAhead, Source, check_source, moved, read_region
+from backdrop._source import ReadAhead, Source, moved, read_region
+from backdrop.graph.unread import Unread
 from backdrop.skip.segments import Demand
 from backdrop.skip.tiles import Box, Interval
 from backdrop.skip.windows import Windows
 
-_standing_in: Any = WeakTensorKeyDictionary()
-
-
-def with_stand_ins(given: Any, device: torch.device) -> tuple[Any, bool]:
-    """Arguments with a stand-in for every source, and whether there are any."""
-    leaves, tree = tree_flatten(given)
-    made: dict[int, Tensor] = {}
-    for source in leaves:
-        if isinstance(source, Source) and id(source) not in made:
-            check_source(source)
-            number = torch.zeros((), dtype=source.dtype, device=device)
-            made[id(source)] = number.expand(tuple(source.shape))
-            _standing_in[made[id(source)]] = source
-    if not made:
-        return given, False
-    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], tree), True
-
 
 def source_of(value: Any) -> Source | None:
-    """Whose place a tensor takes."""
-    found: Source | None = _standing_in.get(value) if isinstance(value, Tensor) and not value.is_nested else None
-    return found
+    """What a tensor stands for."""
+    return value.source if isinstance(value, Unread) else None
 
 
 def read_tile(source: Source, samples: Interval, box: Box) -> Tensor:
