@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from backdrop._core.draw import is_zero
 from backdrop._core.marks import layer_of
@@ -21,7 +22,7 @@ from backdrop.graph.table import Statistics
 from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
 from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
-from backdrop.skip.budget import TileSize
+from backdrop.skip.budget import TileSize, in_words
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
@@ -331,6 +332,7 @@ class Plan:
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
         self.read_whole = self._read_whole()
+        self._share_memory()
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
@@ -356,6 +358,23 @@ class Plan:
                     because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
                     return f"{name_of(user)} reads all of it{because}"
         return ""
+
+    def _share_memory(self) -> None:
+        """What one segment keeps is not there for the others; and in words what the rest of the graph keeps."""
+        tilings = [p.way.tiling for p in self.parts if isinstance(p.way, Positions) and p.way.tiling is not None]
+        if not tilings:
+            return
+        for tiling in tilings if len(tilings) > 1 else ():
+            tiling.leave(sum(other.kept for other in tilings if other is not tiling))
+        members = {node for part in self.parts for node in (*part.segment.steps, *part.marks, *part.segment.exits)}
+        rest: dict[int, float] = {}
+        for node in self.traced.differentiable - members:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                for value in tree_leaves(self.traced.values.get(node)):
+                    if isinstance(value, Tensor):
+                        rest[value.untyped_storage()._cdata] = value.numel() * value.itemsize
+        for part in self.parts:
+            part.rest = f"; what lies outside of segments keeps about {in_words(sum(rest.values()))}" if rest else ""
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""
@@ -493,6 +512,7 @@ class Part(nn.Module):
             self._find(traced)
         self.plain = Program(self.segment, plain=True)
         self.cost = self.segment.cost
+        self.rest = ""  # what lies outside of segments keeps, in words
         self.decided: tuple[Any, str, int] | None = None  # for which p, why plain, in how many parts
 
     def _find(self, traced: Traced) -> None:
@@ -565,7 +585,7 @@ class Part(nn.Module):
             if active or tiling.in_tiles or sources:
                 (entry,) = self.entries
                 entry.skipped, entry.share = self.segment.skipped, self.segment.share
-                entry.last = "backward has not run yet"
+                entry.tiles, entry.last = f"{tiling.describe()}{self.rest}", "backward has not run yet"
                 return [self.way.run(values, entry, active=active)]
         if sources:
             return self._from_sources(values)
