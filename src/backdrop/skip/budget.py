@@ -112,7 +112,7 @@ class Tiling:
         # The value, its gradient, where that is zero; the weights of the mask, and which units they keep.
         self.fixed += value.numel() * (2 * value.itemsize + 1) + cells * 6.0
         for node in segment.entries:
-            if node in traced.differentiable and has_positions(segment, node):
+            if node in traced.differentiable:
                 self.fixed += 2 * _bytes(traced.values[node])  # its gradient, and what adds to that
         self.kept = 2.0 * value.numel() * value.itemsize
         self.plan()

@@ -34,6 +34,7 @@ When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
 GAVE_UP = "it gave up after many captures: keep what changes from step to step in tensors or p"
 INNER = "a module inside skips on its own, and has its own report"
+NOTABLE = 0.01  # of what segments keep, from which on the report speaks of the rest
 PLANS = 32  # for sizes seen lately, per graph
 
 
@@ -373,8 +374,10 @@ class Plan:
                 for value in tree_leaves(self.traced.values.get(node)):
                     if isinstance(value, Tensor):
                         rest[value.untyped_storage()._cdata] = value.numel() * value.itemsize
-        for part in self.parts:
-            part.rest = f"; what lies outside of segments keeps about {in_words(sum(rest.values()))}" if rest else ""
+        outside = sum(rest.values())
+        if outside > NOTABLE * sum(tiling.kept for tiling in tilings):
+            for part in self.parts:
+                part.rest = f"; what lies outside of segments keeps about {in_words(outside)}"
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""

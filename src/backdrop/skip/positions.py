@@ -95,6 +95,11 @@ class Positions:
         return self.policy == "sampled" and bool(self.segment.couples)
 
     @property
+    def at_a_time(self) -> int:
+        """How many times the largest map windows in work may take."""
+        return 1 if self.lean else 2
+
+    @property
     def in_parts(self) -> bool:
         """Whether windows under "sampled" may run in parts, which takes a pass over all for each normalisation behind
         another, to find sums over all of them first."""
@@ -164,7 +169,7 @@ class Positions:
         sizes = {node: math.prod(traced.shape(node)) for node in steps}
         windows = self.kept_units(p) * sum(sizes[node] * self.share(node, 1) for node in steps)
         if not self.coupled or self.in_parts:
-            windows = min(windows, 2 * max(sizes.values()))
+            windows = min(windows, self.at_a_time * max(sizes.values()))
         whole = sum(math.prod(traced.shape(node)) for node in self.segment.whole)
         return sum(sizes.values()), windows + whole
 
@@ -597,7 +602,7 @@ class Run:
         plan, traced = self.plan, self.plan.segment.traced
         sizes = {node: math.prod(traced.shape(node)) for node in plan.segment.steps}
         per_window = sum(size * plan.share(node, 1) for node, size in sizes.items() if node not in plan.segment.pooled)
-        chunks = max(1, math.ceil(windows * per_window / (2 * max(sizes.values()))))
+        chunks = max(1, math.ceil(windows * per_window / (plan.at_a_time * max(sizes.values()))))
         if plan.tiling is not None:
             chunks = max(1, math.ceil(windows * plan.tiling.window_bytes() / plan.tiling.windows))
         return -(-windows // min(chunks, windows))
