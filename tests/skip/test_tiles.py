@@ -222,6 +222,32 @@ def test_masks_are_drawn_as_in_the_plain_model():
     assert torch.equal(*states)
 
 
+def test_what_the_report_says():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), Backdrop2d(0.99), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten()]
+    fast = skip_blocked(nn.Sequential(*layers), memory="1MB")
+    fast(torch.randn(1, 1, 256, 256)).sum().backward()
+    (entry,) = fast.skip_report
+    # At the mask: 4 channels of 128 x 128 in float32, and a gradient; behind it a convolution and a rectifier.
+    assert entry.tiles.startswith("1 x 3, 1.00 times the work of the whole; about ")
+    assert entry.tiles.endswith(" kept; what lies outside of segments keeps about 508 kB")
+    assert f"  in tiles: {entry.tiles}\n" in str(entry)
+
+
+def test_segments_share_a_budget():
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), Backdrop2d(0.99)]
+    second = [nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), Backdrop2d(0.9)]
+    x, said = torch.randn(1, 1, 128, 128), []
+    for layers in (first, [*first, *second]):
+        fast = skip_blocked(nn.Sequential(*layers), memory="2100kB")
+        fast(x)
+        said.append(fast.skip_report[0].tiles)
+    # The value at the mask and its gradient are 524 kB; the second segment has as much.
+    assert ", 688 kB kept" in said[0]
+    assert ", 1.21 MB kept" in said[1]
+
+
 BAD = [
     ({"tile": 0}, ValueError, "at least 1"),
     ({"tile": 2.5}, TypeError, "whole number"),

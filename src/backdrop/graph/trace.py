@@ -413,7 +413,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         if node in passed.draws:
             traced.draws.add(copy)
         # What is made of a source counts too, with or without weights: there is no tensor that could be computed from.
-        if node in passed.unread or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
+        made = node in passed.unread and node.op != "placeholder"
+        if made or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
             traced.differentiable.add(copy)
         if node in passed.unread and node.op == "placeholder":
             traced.unread.add(copy)

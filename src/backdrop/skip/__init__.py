@@ -46,10 +46,14 @@ class Skip(nn.Module):
         statistics: what calls with statistics over the batch or over space do in training: "exact" (the plain gradient;
             nothing below such a call is skipped), "sampled" (their gradient is estimated from what is computed) or
             "frozen" (their statistics are constants). Where skipping would not pay, the plain gradient is computed
-            whatever this says.
+            whatever this says. "running" is another model: batch normalisation by its running statistics, which follow.
         when: "pays" skips where it saves time, "lean" also where it saves memory only, "always" wherever it can.
         at_once: the most samples in work at a time, in every pass; for masks that drop samples. With p = 0 this is
             gradient caching.
+        tile: cells of the input along each axis, or one for each axis, that the segment before a mask of positions is
+            computed in at a time, with what lies around them; "auto" takes as many as `memory` allows. Inputs may then
+            be sources (`backdrop.Source`), which are read region by region.
+        memory: a budget for what is kept and what is in work: bytes, or a text such as "4GB" or "800MiB".
 
     `report` says what the last call skipped, what not, and why. In `eval()`, with p = 0 and where no gradient is wanted
     this is the plain pair. Gradients of gradients are an error, except where samples are dropped without `at_once`

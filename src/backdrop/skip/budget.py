@@ -33,6 +33,7 @@ Memory: TypeAlias = int | str | None
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 FOR_MAPS = 0.25  # of what is left, the most that maps between passes may take
+LOOKED_AT = 32  # tiles along an axis, to tell what all of them take
 FINER = 1.3  # from one number of tiles along an axis to the next that is looked at
 
 
@@ -111,16 +112,37 @@ class Tiling:
         # The value, its gradient, where that is zero; the weights of the mask, and which units they keep.
         self.fixed += value.numel() * (2 * value.itemsize + 1) + cells * 6.0
         for node in segment.entries:
-            if node in traced.differentiable and has_positions(segment, node):
+            if node in traced.differentiable:
                 self.fixed += 2 * _bytes(traced.values[node])  # its gradient, and what adds to that
-        self.left = math.inf if memory is None else memory - self.fixed
-        room = value.numel() * value.itemsize if memory is None else max(0.0, FOR_MAPS * self.left)
-        self.stream = Stream(segment, exit, policy, room)
+        self.kept = 2.0 * value.numel() * value.itemsize
+        self.plan()
+
+    def leave(self, kept: float) -> None:
+        """So many bytes are kept elsewhere."""
+        if self.memory is not None:
+            self.fixed += kept
+            self.plan()
+
+    def plan(self) -> None:
+        """Choose tiles."""
+        left = math.inf if self.memory is None else self.memory - self.fixed
+        rooms = [self.kept / 2] if self.memory is None else [max(0.0, FOR_MAPS * left), 0.0]
+        for room in rooms:
+            self.left = left
+            try:
+                self._plan(room)
+                break
+            except ValueError:  # with less room for maps there is more for tiles
+                if room == rooms[-1]:
+                    raise
+
+    def _plan(self, room: float) -> None:
+        self.stream, self.known = Stream(self.segment, self.exit, self.policy, room), {}
         self.maps = max((self._kept_after(level) for level in range(len(self.stream.passes))), default=0.0)
         self.left -= self.maps
         self.forward = self._choose(self._forward_bytes, self.stream.passes)
         self.backward = self._choose(self._backward_bytes, [self.stream.whole], again=True)
-        self.windows = self.forward.bytes if memory is None else self.left
+        self.windows = self.forward.bytes if self.memory is None else self.left
         if self.window_bytes() > self.left and not self.in_tiles:
             self._refuse(f"a window takes {in_words(self._all(self.window_bytes()))}")
 
@@ -133,6 +155,16 @@ class Tiling:
     def _kept_after(self, level: int) -> float:
         stream = self.stream
         return sum(stream.bytes(node) for node, until in stream.kept.items() if stream.levels[node] <= level <= until)
+
+    def describe(self) -> str:
+        """How many tiles there are and what they take, in words."""
+        forward, counts = self.forward, " x ".join(map(str, self.forward.counts))
+        samples = f" of {forward.samples} samples" if forward.samples > 1 else ""
+        passes = f" in {len(self.stream.passes)} passes" if len(self.stream.passes) > 1 else ""
+        return (
+            f"{counts}{samples}{passes}, {forward.work:.2f} times the work of the whole; about "
+            f"{in_words(forward.bytes)} at a time, {in_words(self.fixed + self.maps)} kept"
+        )
 
     # What a tile takes.
 
@@ -298,18 +330,15 @@ class Tiling:
         key = (id(one), axis, number)
         if key not in self.known:
             grid = Grid(self.segment, one, ())
-            places = sorted({0, min(1, number - 1), number // 2, max(0, number - 2), number - 1})
+            step = max(1, number // LOOKED_AT)  # of many, both ends and some in between
+            places = sorted({0, number - 1, *range(1, number - 1, step)})
             along = [grid.intervals(axis, place, number) for place in places]
             found = {}
             for node in (*one.members, *one.sources):
                 sizes = [each[node][1] - each[node][0] if node in each else 0 for each in along]
-                inner = sizes[1:-1] or sizes
-                total = (
-                    sum(sizes)
-                    if number == len(sizes)
-                    else sizes[0] + sizes[-1] + (number - 2) * sum(inner) / len(inner)
-                )
-                found[node] = max(sizes), total
+                ends, inner = sizes[:1] + sizes[1:][-1:], sizes[1:-1]
+                total = sum(ends) + (number - 2) * sum(inner) / len(inner) if inner else sum(ends)
+                found[node] = max(sizes), max(total, float(positions_of(self.segment, node)[axis]))
             self.known[key] = found
         return self.known[key]
 
@@ -321,7 +350,7 @@ class Tiling:
         single = self.sizes
         forward = self._look(self._forward_bytes, self.stream.passes, single).bytes
         backward = self._look(self._backward_bytes, [self.stream.whole], single).bytes
-        return self.fixed + max(forward, backward if self.in_tiles else self.window_bytes())
+        return self.fixed + self.maps + max(forward, backward if self.in_tiles else self.window_bytes())
 
     def _refuse(self, what: str) -> None:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from backdrop._core.draw import is_zero
 from backdrop._core.marks import layer_of
@@ -21,7 +22,7 @@ from backdrop.graph.table import Statistics
 from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
 from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
-from backdrop.skip.budget import TileSize
+from backdrop.skip.budget import TileSize, in_words
 from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
@@ -33,6 +34,7 @@ When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
 GAVE_UP = "it gave up after many captures: keep what changes from step to step in tensors or p"
 INNER = "a module inside skips on its own, and has its own report"
+NOTABLE = 0.01  # of what segments keep, from which on the report speaks of the rest
 PLANS = 32  # for sizes seen lately, per graph
 
 
@@ -122,6 +124,8 @@ class Engine:
             self._check_plain(self._not_followed())
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
+        if missed.keys() - within:
+            self._check_plain(self._not_followed())
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
@@ -199,11 +203,23 @@ class Engine:
     def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
         module = once_differentiable(module)
         if self.settings.statistics == "running":
-            module = with_running_statistics(module)
+            try:
+                module = with_running_statistics(module)
+                if module.meta.get("break"):
+                    self._check_plain(f"torch did not follow it ({module.meta['break']})")
+            except (ValueError, RuntimeError) as error:
+                return _raising(error)  # when it is run: torch would go on without it now
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
         return self.graphs[-1]
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def refuse(*inputs: Any) -> Any:
+        raise error
+
+    return refuse
 
 
 def _device_of(root: nn.Module) -> torch.device:
@@ -317,6 +333,7 @@ class Plan:
         self.entries = [entries[id(event)] for event in events]
         self.layers = [event.layer for event in events]
         self.read_whole = self._read_whole()
+        self._share_memory()
         if module.meta.get("break"):
             for part in self.parts:
                 part.say_break(module.meta["break"])
@@ -342,6 +359,25 @@ class Plan:
                     because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
                     return f"{name_of(user)} reads all of it{because}"
         return ""
+
+    def _share_memory(self) -> None:
+        """What one segment keeps is not there for the others; and in words what the rest of the graph keeps."""
+        tilings = [p.way.tiling for p in self.parts if isinstance(p.way, Positions) and p.way.tiling is not None]
+        if not tilings:
+            return
+        for tiling in tilings if len(tilings) > 1 else ():
+            tiling.leave(sum(other.kept for other in tilings if other is not tiling))
+        members = {node for part in self.parts for node in (*part.segment.steps, *part.marks, *part.segment.exits)}
+        rest: dict[int, float] = {}
+        for node in self.traced.differentiable - members:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                for value in tree_leaves(self.traced.values.get(node)):
+                    if isinstance(value, Tensor):
+                        rest[value.untyped_storage()._cdata] = value.numel() * value.itemsize
+        outside = sum(rest.values())
+        if outside > NOTABLE * sum(tiling.kept for tiling in tilings):
+            for part in self.parts:
+                part.rest = f"; what lies outside of segments keeps about {in_words(outside)}"
 
     def _compile(self) -> None:
         """The parts and what lies around them, as Inductor makes it."""
@@ -479,6 +515,7 @@ class Part(nn.Module):
             self._find(traced)
         self.plain = Program(self.segment, plain=True)
         self.cost = self.segment.cost
+        self.rest = ""  # what lies outside of segments keeps, in words
         self.decided: tuple[Any, str, int] | None = None  # for which p, why plain, in how many parts
 
     def _find(self, traced: Traced) -> None:
@@ -523,7 +560,7 @@ class Part(nn.Module):
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
             self.way = Positions(segment, first.layer, policy, self.settings.tile, self.settings.memory)
-            self.way.always = self.settings.when == "always"
+            self.way.always, self.way.lean = self.settings.when == "always", self.settings.when == "lean"
 
     def compile_programs(self) -> None:
         """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""
@@ -551,7 +588,7 @@ class Part(nn.Module):
             if active or tiling.in_tiles or sources:
                 (entry,) = self.entries
                 entry.skipped, entry.share = self.segment.skipped, self.segment.share
-                entry.last = "backward has not run yet"
+                entry.tiles, entry.last = f"{tiling.describe()}{self.rest}", "backward has not run yet"
                 return [self.way.run(values, entry, active=active)]
         if sources:
             return self._from_sources(values)

@@ -19,6 +19,7 @@ class Entry:
         kept: where that ends, path and reason.
         last: how the last step was computed.
         share: of the multiplications before the mask, those whose blocked gradients were not computed in the last step.
+        tiles: where the segment runs in tiles, how many, what they take, and what lies behind the mask takes beside it.
     """
 
     mask: str
@@ -27,6 +28,7 @@ class Entry:
     kept: list[tuple[str, str]] = field(default_factory=list)
     last: str = "not run yet"
     share: float = 0.0
+    tiles: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.mask}: drops {self.drops}" if self.drops else f"{self.mask}:"]
@@ -34,12 +36,13 @@ class Entry:
             more = f" and {len(self.skipped) - SHOWN} more" if len(self.skipped) > SHOWN else ""
             lines.append(f"  skipped: {', '.join(self.skipped[:SHOWN])}{more}")
         lines += [f"  not skipped from {path} down: {reason}" for path, reason in self.kept]
+        lines += [f"  in tiles: {self.tiles}"] if self.tiles else []
         return "\n".join([*lines, f"  last step: {self.last}"])
 
     def ran_plain(self, reason: str) -> None:
         """Nothing was skipped in this step."""
         self.last = f"plain: {reason}" if reason else "plain"
-        self.skipped, self.share = [], 0.0
+        self.skipped, self.share, self.tiles = [], 0.0, ""
 
 
 class Report(list[Entry]):
