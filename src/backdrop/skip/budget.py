@@ -113,14 +113,25 @@ class Tiling:
         for node in segment.entries:
             if node in traced.differentiable and has_positions(segment, node):
                 self.fixed += 2 * _bytes(traced.values[node])  # its gradient, and what adds to that
-        self.left = math.inf if memory is None else memory - self.fixed
-        room = value.numel() * value.itemsize if memory is None else max(0.0, FOR_MAPS * self.left)
-        self.stream = Stream(segment, exit, policy, room)
+        own = value.numel() * value.itemsize
+        left = math.inf if memory is None else memory - self.fixed
+        rooms = [float(own)] if memory is None else [max(0.0, FOR_MAPS * left), 0.0]
+        for room in rooms:
+            self.left = left
+            try:
+                self._plan(room)
+                break
+            except ValueError:  # with less room for maps there is more for tiles
+                if room == rooms[-1]:
+                    raise
+
+    def _plan(self, room: float) -> None:
+        self.stream, self.known = Stream(self.segment, self.exit, self.policy, room), {}
         self.maps = max((self._kept_after(level) for level in range(len(self.stream.passes))), default=0.0)
         self.left -= self.maps
         self.forward = self._choose(self._forward_bytes, self.stream.passes)
         self.backward = self._choose(self._backward_bytes, [self.stream.whole], again=True)
-        self.windows = self.forward.bytes if memory is None else self.left
+        self.windows = self.forward.bytes if self.memory is None else self.left
         if self.window_bytes() > self.left and not self.in_tiles:
             self._refuse(f"a window takes {in_words(self._all(self.window_bytes()))}")
 
@@ -321,7 +332,7 @@ class Tiling:
         single = self.sizes
         forward = self._look(self._forward_bytes, self.stream.passes, single).bytes
         backward = self._look(self._backward_bytes, [self.stream.whole], single).bytes
-        return self.fixed + max(forward, backward if self.in_tiles else self.window_bytes())
+        return self.fixed + self.maps + max(forward, backward if self.in_tiles else self.window_bytes())
 
     def _refuse(self, what: str) -> None:
         raise ValueError(

@@ -108,7 +108,8 @@ class Engine:
             return self._plainly()(*args, **kwargs)
         if not unread:
             return self._captured(masks, args, kwargs)
-        with all_or_nothing(self.root):
+        wanted = torch.is_grad_enabled()  # not in inference mode, in which torch follows nothing
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted), all_or_nothing(self.root):
             return sources_again(self._captured(masks, args, kwargs))
 
     def _captured(self, masks: dict[Backdrop, str], args: Any, kwargs: Any) -> Any:
@@ -122,6 +123,8 @@ class Engine:
             self._check_plain(self._not_followed())
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
+        if missed.keys() - within:
+            self._check_plain(self._not_followed())
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
@@ -199,7 +202,12 @@ class Engine:
     def _convert(self, module: fx.GraphModule) -> Callable[..., Any]:
         module = once_differentiable(module)
         if self.settings.statistics == "running":
-            module = with_running_statistics(module)
+            try:
+                module = with_running_statistics(module)
+                if module.meta.get("break"):
+                    self._check_plain(f"torch did not follow it ({module.meta['break']})")
+            except (ValueError, RuntimeError) as error:
+                return _raising(error)  # when it is run: torch would go on without it now
         if not any(is_mark(node) for node in _all_nodes(module)):
             return module.forward
         self.graphs = [*self.graphs[1 - LIMIT :], Graph(self, module)]
@@ -208,6 +216,13 @@ class Engine:
 
 def _device_of(root: nn.Module) -> torch.device:
     return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def refuse(*inputs: Any) -> Any:
+        raise error
+
+    return refuse
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -340,7 +355,7 @@ class Plan:
                 if user not in members and not is_mark(user) and user.op != "output":
                     ends = [f"{path}: {reason}" for entry in self.entries for path, reason in entry.kept]
                     because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
-                    return f"{name_of(user)} reads all of it{because}"
+                    return f"{name_of(user)} needs all of it at once{because}"
         return ""
 
     def _compile(self) -> None:
@@ -523,7 +538,7 @@ class Part(nn.Module):
             self.way = Samples(segment, layers, policy, self.settings.at_once)
         else:
             self.way = Positions(segment, first.layer, policy, self.settings.tile, self.settings.memory)
-            self.way.always = self.settings.when == "always"
+            self.way.always, self.way.lean = self.settings.when == "always", self.settings.when == "lean"
 
     def compile_programs(self) -> None:
         """All code as Inductor makes it; the part itself, which decides what runs, is not followed."""

@@ -11,7 +11,8 @@ plain operations below say what is computed; `backdrop._core.kernels` has the sa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ class Moments(NamedTuple):
     inverse_std: Tensor
 
 
+Sums: TypeAlias = tuple[Tensor, Tensor]  # of dy and of dy x_hat, per channel
+
+
 class Epilogue(NamedTuple):
     """Which of the operations there are."""
 
@@ -37,6 +41,7 @@ class Epilogue(NamedTuple):
     inside: Tensor | None = None  # (windows, axes, 2): the first cell inside the map and the first behind it
     axes: tuple[int, ...] = ()  # the axes that `inside` speaks of
     fill: float = 0.0
+    total: Callable[[Sums], Sums] | None = None  # the sums over all cells, from those over the cells of this call
 
 
 def finish(x: Tensor, gamma: Tensor | None, beta: Tensor | None, how: Epilogue) -> Tensor:
@@ -76,8 +81,10 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, scale, shift = ctx.saved_tensors
         how, wanted = ctx.how, ctx.needs_input_grad
-        found = kernels.normalise_backward(dy, x, gamma, how, wanted[0])
-        found = kernels.finish_backward(dy, x, scale, shift, how, wanted[0]) if found is None else found
+        found = None
+        if how.total is None:
+            found = kernels.normalise_backward(dy, x, gamma, how, wanted[0])
+            found = kernels.finish_backward(dy, x, scale, shift, how, wanted[0]) if found is None else found
         dx, sums = _plain_backward(dy, x, scale, shift, how) if found is None else found
         dbeta, dgamma = (None, None) if sums is None else sums
         return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None
@@ -118,7 +125,7 @@ def _normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Epil
 
 def _plain_backward(
     dy: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, how: Epilogue
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, Sums | None]:
     outside = None if how.inside is None else ~cells_inside(x, how)
     dx = dy if outside is None else torch.where(outside, 0, dy)  # masked_fill would lose the order in memory
     if how.relu_last:
@@ -130,7 +137,8 @@ def _plain_backward(
         axes = [axis for axis in range(x.ndim) if axis != 1]
         sums = dx.sum(axes, dtype=x_hat.dtype), (dx * x_hat).sum(axes)
         if how.cells is not None:
-            dx = dx - _channels(sums[0] / how.cells, x) - x_hat * _channels(sums[1] / how.cells, x)
+            total = sums if how.total is None else how.total(sums)
+            dx = dx - _channels(total[0] / how.cells, x) - x_hat * _channels(total[1] / how.cells, x)
             dx = dx if outside is None else dx.masked_fill_(outside, 0)
         assert scale is not None
         dx = dx * _channels(scale, x)

@@ -15,6 +15,8 @@ NOTE [how windows give the exact gradient]
 over
    all positions is that of the forward pass. Where something else is made of all positions of a sample, and of no
    position more than of another behind it, it is made again from the values of the forward pass, which are kept.
+   Under "sampled" its gradient needs sums over all windows. Where these run in parts, a pass over all parts for each
+   normalisation behind another finds the sums first, from the one next to the mask downwards.
 7. The number of windows is rounded up on a GPU, so that few shapes occur; the ones added carry no gradient.
 """
 
@@ -39,7 +41,7 @@ from backdrop.graph.trace import name_of
 from backdrop.layers import Backdrop
 from backdrop.skip import statistics
 from backdrop.skip.budget import TileSize, Tiling
-from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish
+from backdrop.skip.epilogue import Epilogue, Moments, Sums, cells_inside, finish
 from backdrop.skip.programs import Program, called, drops
 from backdrop.skip.report import Entry
 from backdrop.skip.saved import load, save
@@ -79,6 +81,7 @@ class Positions:
         self.saved = [node in self.read and node not in unread for node in segment.entries]
         self.tiling: Tiling | None = None
         self.always = False  # whether windows are asked for, whatever they cost
+        self.lean = False  # whether memory counts more than time
         if tile is not None or memory is not None:
             self.tiling = Tiling(segment, self.exit, policy, tile, memory)
 
@@ -90,6 +93,25 @@ class Positions:
     def coupled(self) -> bool:
         """Whether windows have to be computed all at once."""
         return self.policy == "sampled" and bool(self.segment.couples)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether windows under "sampled" may run in parts, which takes a pass over all for each normalisation behind
+        another, to find sums over all of them first."""
+        few = self.tiling is not None or self.lean
+        return few and self.segment.couples == {"batch"}
+
+    @property
+    def norms_from_exit(self) -> list[list[fx.Node]]:
+        """Normalisations with batch statistics: those whose gradients depend on no others of them come first."""
+        behind: dict[fx.Node, int] = {}
+        for node in reversed(list(self.segment.steps)):
+            for source in node.all_input_nodes:
+                more = 1 if self.segment.steps[node].couples else 0
+                behind[source] = max(behind.get(source, 0), behind.get(node, 0) + more)
+        norms = [node for node, step in self.segment.steps.items() if step.couples]
+        levels = sorted({behind.get(node, 0) for node in norms})
+        return [[node for node in norms if behind.get(node, 0) == level] for level in levels]
 
     def _running(self, node: fx.Node) -> list[fx.Node]:
         """Running statistics that a call with batch statistics changes: windows have no use for them."""
@@ -141,7 +163,7 @@ class Positions:
         traced, steps = self.segment.traced, self.segment.steps
         sizes = {node: math.prod(traced.shape(node)) for node in steps}
         windows = self.kept_units(p) * sum(sizes[node] * self.share(node, 1) for node in steps)
-        if not self.coupled:
+        if not self.coupled or self.in_parts:
             windows = min(windows, 2 * max(sizes.values()))
         whole = sum(math.prod(traced.shape(node)) for node in self.segment.whole)
         return sum(sizes.values()), windows + whole
@@ -239,6 +261,10 @@ class Run:
     autocast: list[dict[str, Any]] = field(default_factory=list)
     used: bool = False
     active: bool = True  # whether the mask drops anything
+    totals: dict[fx.Node, Sums] | None = None  # where windows run in parts: sums of normalisations over all of them
+    summing: dict[fx.Node, Tensor | None] = field(
+        default_factory=dict
+    )  # what those take in whose sums are being added up
     snapshot: Snapshot | None = None  # of buffers, where an input is read from a source
 
     def entries(self, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -374,8 +400,22 @@ class Run:
                 cells = self._cells(node, found)
         kinds = [step.epilogue for step in steps]
         last = norm is not None and kinds[-1] == "relu"
-        how = Epilogue(kinds[0] == "relu", moments, cells, last, inside, demand.positions, plan.fills.get(node, 0.0))
+        fill, total = plan.fills.get(node, 0.0), None
+        if cells is not None and norm is not None and self.totals is not None:
+            total = partial(self._total, norm)
+            if norm in self.summing:
+                self.summing[norm] = x
+        how = Epilogue(kinds[0] == "relu", moments, cells, last, inside, demand.positions, fill, total)
         return finish(x, gamma, beta, how)
+
+    def _total(self, norm: fx.Node, sums: Sums) -> Sums:
+        """Sums over the cells of all windows, or those of one part added up."""
+        assert self.totals is not None
+        if norm in self.summing:
+            known = self.totals.get(norm)
+            self.totals[norm] = sums if known is None else (known[0] + sums[0], known[1] + sums[1])
+            return sums
+        return self.totals[norm]
 
     def _cells(self, node: fx.Node, found: Inside) -> int:
         """How many numbers of a channel are computed again."""
@@ -440,12 +480,14 @@ class Run:
             ]
         exit_map = plan.map(plan.exit, plan.demand)
         result: list[Tensor | None] = [None] * len(tensors)
-        size = len(windows) if plan.coupled else self._chunk(len(windows))
+        size = len(windows) if plan.coupled and not plan.in_parts else self._chunk(len(windows))
         leaves, full = self._leaves(values, nodes, wanted)
         self.seen |= {(node, "whole"): leaves[node] for node in segment.whole if node in leaves}
         spelled = weight.expand([grad.shape[a] if a in plan.demand.axes else n for a, n in enumerate(weight.shape)])
-        for first in range(0, len(windows), size):
-            part = windows.part(first, first + size)
+        parts = [windows.part(first, first + size) for first in range(0, len(windows), size)]
+
+        def computed(part: Windows) -> tuple[Tensor, Tensor, dict[fx.Node, Any]]:
+            """The exit's value on some windows, the gradient that arrives at it, and the windows of the entries."""
             seeds = multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
             seeds = _fill(seeds, part.inside[exit_map], plan.demand, 0.0)
             cuts = {node: self._read_windows(node, leaf, part, grad.device) for node, leaf in leaves.items()}
@@ -453,7 +495,20 @@ class Run:
                 if node in full and isinstance(leaves[node], Tensor):
                     cuts[node] = self._cut(node, leaves[node], part).requires_grad_(want)
             with torch.enable_grad(), self._as_in_forward():
-                out = self.replay(part, cuts)
+                return self.replay(part, cuts), seeds, cuts
+
+        self.totals = {} if plan.coupled and len(parts) > 1 else None
+        for norms in plan.norms_from_exit if self.totals is not None else ():
+            for part in parts:
+                self.summing = dict.fromkeys(norms)
+                out, seeds, _ = computed(part)
+                taken = [x for x in self.summing.values() if x is not None and x.requires_grad]
+                if taken and out.requires_grad:
+                    torch.autograd.grad(out, taken, seeds, allow_unused=True)
+                del out, seeds, taken
+            self.summing = {}
+        for part in parts:
+            out, seeds, cuts = computed(part)
             inputs = [cuts[node] for node, want in zip(nodes, wanted, strict=True) if want]
             grads = iter(torch.autograd.grad(out, inputs, seeds, allow_unused=True)) if out.requires_grad else iter(())
             del out, seeds

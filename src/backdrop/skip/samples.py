@@ -340,15 +340,22 @@ class Samples:
             whole.index_copy_(0, rows, leaf)
 
 
-def _turns(x: Any) -> bool:
+def turned(x: Tensor) -> Tensor:
+    """With its channels together, if that is worth the while."""
+    if not _turns(x, (4, 5)):
+        return x
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+
+
+def _turns(x: Any, axes: tuple[int, ...] = (4,)) -> bool:
     """Whether it is worth the while to put the channels of images together."""
     return (
         isinstance(x, Tensor)
-        and x.ndim == 4
+        and x.ndim in axes
         and x.shape[1] > 1
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and x.is_contiguous()
+        and (x.is_contiguous() or len(axes) > 1)
         and bool(torch.backends.mkldnn.enabled)
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )

@@ -24,6 +24,7 @@ from backdrop.graph.trace import name_of
 from backdrop.skip import statistics
 from backdrop.skip.epilogue import Epilogue, finish
 from backdrop.skip.programs import called, drops
+from backdrop.skip.samples import turned
 from backdrop.skip.segments import Segment
 from backdrop.skip.sources import one_value, read_tile
 from backdrop.skip.tiles import Box, Grid, Pass, Tile, has_positions, needed, positions_of, read, share, taken
@@ -337,7 +338,7 @@ class Stream:
         segment = self.segment
         step, rows = segment.steps[node], tile.samples[1] - tile.samples[0]
         given: dict[fx.Node, Any] = {}
-        same, first = True, None
+        whole, same, first = self._is_whole(node, tile), True, None
         sizes: tuple[int, ...] = ()
         starts = tuple((own[0], own[0]) for own in tile.boxes[node])
         for source in node.all_input_nodes:
@@ -356,7 +357,9 @@ class Stream:
                     starts = tuple((n[0], own[0]) for n, own in zip(need, tile.boxes[node], strict=True))
                 same = same and need == box
                 x = local[source]
-                if isinstance(x, Tensor):
+                if whole:
+                    given[source] = x
+                elif isinstance(x, Tensor):
                     given[source] = read(x, box, need, cells, axes, tap.fill)
                 else:  # several tensors, which are taken apart next
                     given[source] = type(x)(read(each, box, need, cells, axes, None) for each in x)
@@ -364,6 +367,9 @@ class Stream:
             weight, bias = statistics.weights(node, known)
             x = given[statistics.first(node)]
             return finish(x, weight, bias, Epilogue(moments=seen[node]))
+        if _is_convolution(node):
+            first = statistics.first(node)
+            given[first] = turned(given[first])
         args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         if step.couples == "sample":
             mean, inverse_std = seen[node]
@@ -371,7 +377,7 @@ class Stream:
             axes = segment.demands[node].positions
             how = statistics.SampleNorm(mean, inverse_std, index, None, axes, "frozen")
             return statistics.normalise_windows(node, args, kwargs, how)
-        if step.run is not None:
+        if step.run is not None and not whole:
             size = tuple(b - a for a, b in tile.boxes[node])
             positions = partial(_cells, tile.boxes[node], next(iter(given.values())))
             out = step.run(args, kwargs, Where(positions, sizes, starts, size, rows))
@@ -380,6 +386,17 @@ class Stream:
             out = called(node, args, kwargs) if out is None else out
         self._check_size(node, out, tile)
         return out
+
+    def _is_whole(self, node: fx.Node, tile: Tile) -> bool:
+        """Whether a call is given all of its maps and makes all of its own, so that it runs as it stands."""
+        segment = self.segment
+        nodes = (node, *(s for s in node.all_input_nodes if has_positions(segment, s)))
+        whole = all(
+            (a, b) == (0, size)
+            for each in nodes
+            for (a, b), size in zip(tile.boxes[each], positions_of(segment, each), strict=True)
+        )
+        return whole and tile.samples == (0, self.samples)
 
     def _in_place(self, node: fx.Node, args: Sequence[Any], same: bool, one: Pass, local: Mapping[fx.Node, Any]) -> Any:
         """A rectifier over what nobody else needs any more, which saves a map."""
@@ -402,6 +419,10 @@ class Stream:
                     f"the rule for {name_of(node)} is wrong: on a tile it gives shape {tuple(x.shape)}, but along axes "
                     f"{list(axes)} it should have the sizes {wanted}"
                 )
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    return node.target in (torch.conv2d, torch.conv3d)
 
 
 def _is_norm(node: fx.Node) -> bool:
