@@ -201,6 +201,25 @@ def test_survival(tmp_path, monkeypatch):
     assert torch.equal(data[1], example["cohort"](400, 7)[1])
 
 
+def test_an_image_from_the_disk(tmp_path, monkeypatch):
+    pytest.importorskip("tifffile", reason="tifffile is not installed")
+    said = run("13_image_from_disk.py", tmp_path)
+    steps = re.findall(
+        r"^pass \d: 2 x \d+ x \d+, loss \S+, (\d+) tiles forward, (\d+) windows backward", said, re.MULTILINE
+    )
+    assert len(steps) == 4
+    assert all(int(tiles) > 1 for tiles, _ in steps)
+    assert [int(windows) for _, windows in steps[1:]] == [pytest.approx(90, abs=50) for _ in steps[1:]]
+    assert re.search(r"^[0-4] of 4 new slides are told right$", said, re.MULTILINE)
+    assert (tmp_path / "image_from_disk.png").stat().st_size > 50_000
+
+    example = load("13_image_from_disk.py", monkeypatch, tmp_path)
+    whole = torch.cat([torch.cat([example["texture"](5, 1, i, j) for j in range(3)], 1) for i in range(3)])
+    assert whole.std().item() == pytest.approx(1, abs=0.2)
+    steps = whole.diff(dim=1).square().mean(0)  # no seams where tiles meet
+    assert steps[63::64].mean().item() == pytest.approx(steps.mean().item(), rel=0.3)
+
+
 def cells(script):
     """Of a script in the percent form: (kind, text) of each cell."""
     found = []

@@ -64,7 +64,7 @@ def test_the_gradients_are_those_of_the_whole_batch(p, at_once, choose):
     assert "plain" not in str(model.skip_report)
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad", "frozen"])
+@pytest.mark.parametrize("mode", ["eval", "no_grad", "inference", "frozen"])
 def test_where_no_gradient_is_wanted_it_is_read_in_parts_too(mode):
     plain, source = network(), Table(X)
     model = skip_blocked(plain, at_once=32)
@@ -72,7 +72,7 @@ def test_where_no_gradient_is_wanted_it_is_read_in_parts_too(mode):
         plain.eval(), model.eval()
     if mode == "frozen":
         model.requires_grad_(False)
-    with torch.set_grad_enabled(mode == "frozen"):
+    with torch.inference_mode() if mode == "inference" else torch.set_grad_enabled(mode == "frozen"):
         out = model(source)
         torch.testing.assert_close(out, plain(X).detach())
     assert not out.requires_grad
@@ -330,13 +330,13 @@ def layers(*given):
 
 
 REFUSED = [
-    (lambda: Tail(network(), lambda out, x: out + x.sum(1, keepdim=True)), "sum reads all of it"),
+    (lambda: Tail(network(), lambda out, x: out + x.sum(1, keepdim=True)), "sum needs all of it at once"),
     (lambda: Tail(network(), broken), "sum wants all of it"),
     (
         lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), Backdrop(0.5)).double(),
         "1: its batch statistics couple all samples",
     ),
-    (lambda: nn.Sequential(nn.BatchNorm1d(6), Backdrop(0.5)).double(), "0 reads all of it"),
+    (lambda: nn.Sequential(nn.BatchNorm1d(6), Backdrop(0.5)).double(), "0 needs all of it at once"),
 ]
 
 

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_any, tree_map
 
 from backdrop._source import Source, check_source, read_region, read_rows
 
+UNFOLLOWED = "where torch does not follow the model (TORCH_LOGS=graph_breaks shows why; a wrong shape is a reason, too)"
+
 
 class Unread(Tensor):
     """What stands for a source."""
@@ -68,7 +70,7 @@ class Unread(Tensor):
                 return value
             if value.source is not None:
                 called = str(function).removeprefix("aten.").partition(".")[0]
-                raise RuntimeError(cannot_read(value, f"{called} wants all of it"))
+                raise RuntimeError(cannot_read(value, f"{called} wants all of it {UNFOLLOWED}"))
             return value.empty
 
         args, kwargs = tree_map(followed, (args, kwargs or {}))

@@ -110,7 +110,8 @@ class Engine:
             return self._plainly()(*args, **kwargs)
         if not unread:
             return self._captured(masks, args, kwargs)
-        with all_or_nothing(self.root):
+        wanted = torch.is_grad_enabled()  # not in inference mode, in which torch follows nothing
+        with torch.inference_mode(False), torch.set_grad_enabled(wanted), all_or_nothing(self.root):
             return sources_again(self._captured(masks, args, kwargs))
 
     def _captured(self, masks: dict[Backdrop, str], args: Any, kwargs: Any) -> Any:
@@ -215,15 +216,15 @@ class Engine:
         return self.graphs[-1]
 
 
+def _device_of(root: nn.Module) -> torch.device:
+    return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
+
+
 def _raising(error: Exception) -> Callable[..., Any]:
     def refuse(*inputs: Any) -> Any:
         raise error
 
     return refuse
-
-
-def _device_of(root: nn.Module) -> torch.device:
-    return next((x.device for x in (*root.parameters(), *root.buffers())), torch.device("cpu"))
 
 
 def _holds_compiled(root: nn.Module) -> bool:
@@ -357,7 +358,7 @@ class Plan:
                 if user not in members and not is_mark(user) and user.op != "output":
                     ends = [f"{path}: {reason}" for entry in self.entries for path, reason in entry.kept]
                     because = f" (what is run in parts ends at {'; '.join(ends)})" if ends else ""
-                    return f"{name_of(user)} reads all of it{because}"
+                    return f"{name_of(user)} needs all of it at once{because}"
         return ""
 
     def _share_memory(self) -> None:
