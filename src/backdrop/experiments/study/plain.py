@@ -14,7 +14,8 @@ from typing import Any
 from backdrop._core.files import replace
 from backdrop.experiments import checkpoint
 from backdrop.experiments.records import Record
-from backdrop.experiments.study.plan import Spec, as_text, check_extends
+from backdrop.experiments.settings import as_text
+from backdrop.experiments.study.plan import Spec, check_extends
 
 __all__ = ["SPEC", "PlainStudy", "check_one"]
 
