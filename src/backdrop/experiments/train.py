@@ -34,9 +34,8 @@ from torch import Tensor, nn
 
 from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
-from backdrop.experiments.graphs import Recorded
-from backdrop.experiments.optimizers import load_state, make_optimizer, make_schedule
 from backdrop.experiments.records import column
+from backdrop.experiments.steps import Recorded, load_state, make_optimizer, make_schedule
 from backdrop.experiments.task import Examples, Task
 from backdrop.experiments.tasks import find_task, reference
 from backdrop.layers import Backdrop
