@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 INK, MUTED, GRID = "#1f2933", "#5f6c7b", "#d9dee4"
 DARK = {INK: "#e8ecf1", MUTED: "#a3afbd", GRID: "#3b4653"}
-STYLE: Mapping[str, Any] = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with Matplotlib, so that all machines draw the same
     "text.color": INK,
     "text.parse_math": False,  # a dollar sign in a name is one
@@ -19,13 +19,13 @@ STYLE: Mapping[str, Any] = {
 
 
 @contextmanager
-def style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
+def style(more: Any = None) -> Iterator[None]:
     """Matplotlib's own settings and these, whatever the user or a matplotlibrc has set; afterwards the user's again."""
     import matplotlib as mpl
 
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams.update({**STYLE, **(more or {})})  # type: ignore[arg-type]  # names are text here
+        mpl.rcParams.update({**STYLE, **(more or {})})
         yield
 
 

@@ -24,7 +24,7 @@ from backdrop._core import pictures
 from backdrop._core.pictures import GRID, INK, MUTED, bare
 from backdrop.experiments.report.statistics import Estimate
 
-__all__ = ["Line", "Picture", "dots", "heat_map", "lines", "style"]
+__all__ = ["INK", "MUTED", "Line", "Picture", "dots", "heat_map", "lines", "style"]
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b8568f", "#a67600", "#3d9bd4", "#7a4fa3", "#6b6b00")
 RAMP = tuple(to_hex(mpl.colormaps["viridis"](0.82 * i / 7)) for i in range(8))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "NAMES", "Pen", "Picture", "style"]
+__all__ = ["DARK", "GRID", "MUTED", "NAMES", "Pen", "Picture", "style"]
 
 PAPER = "#fefefe"
 BOX, EDGE, IMAGE = "#d5e6f3", "#7fb2d8", "#e9ecef"
