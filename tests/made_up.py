@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from backdrop.experiments.records import Record
-from backdrop.experiments.report.paper_results import GP_TABLE
+from backdrop.experiments.report.tables import GP_TABLE
 from backdrop.experiments.task import product
 
 MACHINE = {"host": "somewhere", "device": "Some CPU", "threads": "2", "python": "3.11.7", "torch": "2.13.0"}

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import backdrop.experiments.commands  # noqa: F401  # adds the command
 import made_up
 from backdrop import cli
-from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.tables import GP_TABLE
 from backdrop.experiments.study.archive import pack
 from backdrop.experiments.study.plan import describe
 from backdrop.experiments.tasks import TASKS

@@ -26,8 +26,8 @@ from backdrop.experiments.records import Record
 from backdrop.experiments.report import headline
 from backdrop.experiments.report import write as report
 from backdrop.experiments.report.figures import pictures
-from backdrop.experiments.report.paper_results import GP_TABLE
 from backdrop.experiments.report.statistics import Results
+from backdrop.experiments.report.tables import GP_TABLE
 from backdrop.experiments.report.write import write_report
 from backdrop.experiments.study.archive import Archive, pack
 from backdrop.experiments.study.plan import again, plan

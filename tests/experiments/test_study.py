@@ -20,8 +20,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from backdrop._core import files
 from backdrop._core.files import locked
-from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.logs import log_event
+from backdrop.experiments.steps import RecordingError
 from backdrop.experiments.study import alive, journal, study, tune
 from backdrop.experiments.study.alive import Watch, identity, is_dead
 from backdrop.experiments.study.plan import again, check_extends, plan

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from backdrop import Backdrop, Backdrop2d
 from backdrop._core import files
 from backdrop.experiments import checkpoint, data, train
-from backdrop.experiments.graphs import WARM, Recorded, RecordingError
+from backdrop.experiments.steps import WARM, Recorded, RecordingError
 from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit

@@ -1,7 +1,8 @@
 """Reading archives that are not trusted: nothing is unpacked onto the disk, nothing in them is run.
 
 `members` takes the files out of a zip, tar or tar.gz archive, or a folder; `read_image`, `read_json` and `read_pickle`
-read one of them. Whatever is broken, dangerous or not as expected is an `ArchiveError`.
+read one of them. The standard library's filters for tar files, and pickles of NumPy, allow more than the data sets
+need. Whatever is broken, dangerous or not as expected is an `ArchiveError`.
 """
 
 from __future__ import annotations

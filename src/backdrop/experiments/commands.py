@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
 from backdrop._app import app
-
-if TYPE_CHECKING:
-    from backdrop.experiments.train import Options
 
 Task = Annotated[
     str,
@@ -78,100 +77,134 @@ DataRoot = Annotated[
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run failed trials once more.")]
 
 
-@app.command()
-def run(
-    task: Task,
-    preset: Preset = "quick",
-    set_: Set = None,
-    seeds: Seeds = None,
+class How(NamedTuple):
+    """What commands that train are told, but for what to train."""
+
+    folder: Path
+    storage: str | None
+    workers: int | None
+    options: Any
+    name: str | None = None
+    given: tuple[str, ...] = ()
+    retry: bool = False
+
+    @property
+    def place(self) -> Any:
+        from backdrop.experiments.runs import Place
+
+        return Place(self.folder.expanduser(), self.name, self.storage)
+
+
+def _takes(make: Callable[..., How]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the parameters of another function in place of `how`, which is what that makes of them."""
+
+    def changed(command: Callable[..., Any]) -> Callable[..., Any]:
+        own, more = (inspect.signature(each, eval_str=True).parameters for each in (command, make))
+
+        @functools.wraps(command)
+        def call(**values: Any) -> Any:
+            with _resumable():
+                how = make(**{name: values.pop(name) for name in more})
+                return command(**values, how=how)
+
+        every = {name: each for name, each in {**own, **more}.items() if name != "how"}
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in every.values()]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {name: each.annotation for name, each in every.items()}
+        return call
+
+    return changed
+
+
+def _training(
     workers: Workers = None,
-    name: Name = None,
     folder: Folder = Path("runs"),
     storage: Place = None,
     accelerator: Accelerator = "auto",
     devices: Devices = 1,
     strategy: Strategy = "auto",
-    precision: Precision = None,
-    skip: Skip = None,
     log: Log = "json",
     graphs: Graphs = False,
     compile_: Compile = False,
     keep_weights: KeepWeights = False,
-    retry_failed: RetryFailed = False,
     data_root: DataRoot = None,
-) -> None:
-    """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
-    with _resumable():
-        from backdrop.experiments import runs
+) -> How:
+    from backdrop.experiments.train import Options
 
-        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
-        given = [*(set_ or []), *_named(precision=precision, skip=skip)]
-        place = runs.Place(folder.expanduser(), name, storage)
-        failed = runs.run(task, preset, given, seeds, place, options, workers=workers, retry=retry_failed)
+    if log not in ("json", "tensorboard"):
+        raise ValueError(f"log has to be json or tensorboard, but got {log!r}")
+    options = Options(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        log=log,  # type: ignore[arg-type]  # checked above
+        graphs=graphs,
+        compile=compile_,
+        keep_weights=keep_weights,
+        data_root=data_root,
+    )
+    return How(folder, storage, workers, options)
+
+
+@_takes(_training)
+def _beginning(
+    set_: Set = None,
+    name: Name = None,
+    precision: Precision = None,
+    skip: Skip = None,
+    retry_failed: RetryFailed = False,
+    *,
+    how: How,
+) -> How:
+    named = {"precision": precision, "skip": skip}  # settings that have an option of their own
+    given = (*(set_ or ()), *(f"{setting}={value}" for setting, value in named.items() if value is not None))
+    return how._replace(name=name, given=given, retry=retry_failed)
+
+
+@app.command()
+@_takes(_beginning)
+def run(task: Task, preset: Preset = "quick", seeds: Seeds = None, *, how: How) -> None:
+    """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
+    from backdrop.experiments import runs
+
+    failed = runs.run(task, preset, how.given, seeds, how.place, how.options, workers=how.workers, retry=how.retry)
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
+@_takes(_beginning)
 def tune(
     task: Task,
     preset: Preset = "quick",
     trials: Annotated[int, typer.Option(min=1, help="How many, in all.")] = 30,
-    set_: Set = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all trials, and of the search.")] = 0,
-    workers: Workers = None,
-    name: Name = None,
-    folder: Folder = Path("runs"),
-    storage: Place = None,
-    accelerator: Accelerator = "auto",
-    devices: Devices = 1,
-    strategy: Strategy = "auto",
-    precision: Precision = None,
-    skip: Skip = None,
-    log: Log = "json",
-    graphs: Graphs = False,
-    compile_: Compile = False,
-    keep_weights: KeepWeights = False,
-    retry_failed: RetryFailed = False,
-    data_root: DataRoot = None,
+    *,
+    how: How,
 ) -> None:
     """Search for mask probabilities, learning rate and weight decay, judged on validation data."""
-    with _resumable():
-        from backdrop.experiments import runs
+    from backdrop.experiments import runs
 
-        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
-        given = [*(set_ or []), *_named(precision=precision, skip=skip)]
-        place = runs.Place(folder.expanduser(), name, storage)
-        failed = runs.tune(task, preset, given, trials, seed, place, options, workers=workers, retry=retry_failed)
+    workers, retry = how.workers, how.retry
+    failed = runs.tune(task, preset, how.given, trials, seed, how.place, how.options, workers=workers, retry=retry)
     raise typer.Exit(1 if failed else 0)
 
 
 @app.command()
+@_takes(_training)
 def worker(
     study: Annotated[str, typer.Argument(help="The name of the study.", show_default=False)],
-    storage: Place = None,
-    folder: Folder = Path("runs"),
-    workers: Workers = None,
     wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
     task: Own = None,
-    accelerator: Accelerator = "auto",
-    devices: Devices = 1,
-    strategy: Strategy = "auto",
-    log: Log = "json",
-    graphs: Graphs = False,
-    compile_: Compile = False,
-    keep_weights: KeepWeights = False,
-    data_root: DataRoot = None,
+    *,
+    how: How,
 ) -> None:
     """Join a study, also from another machine, and work on it until nothing is left to do.
 
     A study of a task of your own needs --task: a file is not run because a study names it.
     """
-    with _resumable():
-        from backdrop.experiments import runs
+    from backdrop.experiments import runs
 
-        options = _options(accelerator, devices, strategy, log, graphs, compile_, keep_weights, data_root)
-        place = runs.Place(folder.expanduser(), study, storage)
-        runs.join(place, options, workers=workers, task=task, wait=wait)
+    runs.join(how._replace(name=study).place, how.options, workers=how.workers, task=task, wait=wait)
 
 
 @app.command()
@@ -260,37 +293,6 @@ def report(
         )
     for path in files:
         print(path)
-
-
-def _options(
-    accelerator: str,
-    devices: int,
-    strategy: str,
-    log: str,
-    graphs: bool,
-    compiled: bool,
-    keep_weights: bool,
-    data_root: str | None,
-) -> Options:
-    from backdrop.experiments.train import Options
-
-    if log not in ("json", "tensorboard"):
-        raise ValueError(f"log has to be json or tensorboard, but got {log!r}")
-    return Options(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        log=log,  # type: ignore[arg-type]  # checked above
-        graphs=graphs,
-        compile=compiled,
-        keep_weights=keep_weights,
-        data_root=data_root,
-    )
-
-
-def _named(**values: str | None) -> list[str]:
-    """Settings that have an option of their own."""
-    return [f"{name}={value}" for name, value in values.items() if value is not None]
 
 
 @contextlib.contextmanager

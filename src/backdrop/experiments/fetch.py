@@ -9,7 +9,8 @@
 sha1:040f06fd774092478d450774f5ba30c5da78acc8
 
 What an interrupted download leaves is `FILE.part` and, beside it, `FILE.part.tag`: what the server calls the version
-that was begun, so that no two versions get mixed.
+that was begun, so that no two versions get mixed. Libraries for downloads, such as pooch, check checksums too, but
+begin anew what was interrupted.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["Record", "State", "checked"]
+__all__ = ["Record", "State", "checked", "column"]
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
 PLAIN = "\n\t"
@@ -38,6 +38,11 @@ class Record:
     machine: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
+
+
+def column(metric: str) -> str:
+    """What a metric is called in a curve, where "loss" is that of training."""
+    return "test loss" if metric == "loss" else metric
 
 
 def checked(record: Record) -> Record:

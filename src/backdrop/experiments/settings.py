@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["MOST", "build", "check_finite", "check_range", "nearest", "parse"]
+__all__ = ["MOST", "as_text", "build", "check_finite", "check_range", "nearest", "parse"]
 
 MOST = 2**31 - 1  # of anything that is counted
 
@@ -44,7 +44,7 @@ def check_range(settings: Any, low: float, high: float, *names: str) -> None:
         for part in value if isinstance(value, tuple) else (value,):
             if part is not None and not low <= part <= high:
                 bound = f"at least {low:,}" if not part > high else f"at most {high:,}"
-                raise ValueError(f"setting {name} has to be {bound}, but got {as_given(value)}")
+                raise ValueError(f"setting {name} has to be {bound}, but got {as_text(value)}")
 
 
 def check_finite(settings: Any) -> None:
@@ -53,12 +53,16 @@ def check_finite(settings: Any) -> None:
         value = getattr(settings, field.name)
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, float) and not math.isfinite(part):
-                raise ValueError(f"setting {field.name} has to be finite, but got {as_given(value)}")
+                raise ValueError(f"setting {field.name} has to be finite, but got {as_text(value)}")
 
 
-def as_given(value: Any) -> str:
-    """A value as it is written on the command line."""
-    return "/".join(map(as_given, value)) if isinstance(value, tuple) else str(value)
+def as_text(value: Any) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, (list, tuple)):
+        return "/".join(map(as_text, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def build(kind: type[Any], values: Mapping[str, Any]) -> Any:

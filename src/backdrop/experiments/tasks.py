@@ -30,7 +30,7 @@ from backdrop._core.named import run_file
 from backdrop.experiments import models
 from backdrop.experiments.image_tasks import AUC, CIFAR10, MOST_CHANNELS, MOST_PIXELS, Latent, Ponce, check_norm
 from backdrop.experiments.models import Norm
-from backdrop.experiments.settings import MOST, as_given, check_range, nearest
+from backdrop.experiments.settings import MOST, as_text, check_range, nearest
 from backdrop.experiments.task import Classification, Examples, Preset, Settings, Task, percent_right, product
 from backdrop.layers import Backdrop2d
 from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureDataset
@@ -96,10 +96,10 @@ class GPSettings(Settings):
             if not lengths or not all(0 < length <= 100 * self.size for length in lengths):
                 raise ValueError(
                     f"setting {name} has to be lengths above 0 and at most 100 times the size, {self.size}, but got "
-                    f"{as_given(lengths) or 'none'}"
+                    f"{as_text(lengths) or 'none'}"
                 )
         if not self.blocks[0]:
-            raise ValueError(f"setting blocks has to begin with at least 1, but got {as_given(self.blocks)}")
+            raise ValueError(f"setting blocks has to begin with at least 1, but got {as_text(self.blocks)}")
         halved = 2 ** sum(self.blocks)  # each block halves the image, and rounds up
         if self.crop is None and self.size <= 4 * halved:
             raise ValueError(

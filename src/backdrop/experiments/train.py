@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
-from backdrop.experiments.graphs import Recorded
-from backdrop.experiments.optimizers import load_state, make_optimizer, make_schedule
+from backdrop.experiments.records import column
+from backdrop.experiments.steps import Recorded, load_state, make_optimizer, make_schedule
 from backdrop.experiments.task import Examples, Task
 from backdrop.experiments.tasks import find_task, reference
 from backdrop.layers import Backdrop
@@ -407,11 +407,11 @@ class _Training:
         found = [self.model(part.contiguous(memory_format=self.format)) for part in parts]
         single = isinstance(found[0], Tensor)
         columns = [found] if single else list(zip(*found, strict=True))
-        outputs = [all_gather(torch.cat(column)) for column in columns]
+        outputs = [all_gather(torch.cat(parts)) for parts in columns]
         metrics = self.task.evaluate(outputs[0] if single else outputs, all_gather(mine.labels))
         if self.task.metric not in metrics:
             raise ValueError(f"evaluate has to give {self.task.metric!r}, but got {', '.join(metrics) or 'nothing'}")
-        return {_column(name): float(value) for name, value in metrics.items()}
+        return {column(name): float(value) for name, value in metrics.items()}
 
     def _state(self) -> dict[str, Any]:
         rng = [torch.get_rng_state()]
@@ -440,7 +440,7 @@ class _Training:
         steps = [(i + 1) * self.settings.passes * self.batches for i in range(state["epoch"])]
         if [row["step"] for row in state["curve"]] != steps or state["schedule"]["last_epoch"] != steps[-1]:
             raise ValueError(f"it has other steps than the {steps[-1]} of {state['epoch']} epochs")
-        if state["epoch"] == self.settings.epochs and _column(self.task.metric) not in state["curve"][-1]:
+        if state["epoch"] == self.settings.epochs and column(self.task.metric) not in state["curve"][-1]:
             raise ValueError(f"its last epoch has no {self.task.metric}")
         self.model.load_state_dict(state["model"])
         load_state(self.optimizer, state["optimizer"])
@@ -461,11 +461,6 @@ class _Training:
 def told(row: Mapping[str, float], epochs: int) -> dict[str, Any]:
     """A row of the curve as others hear of it: with how many epochs there are, and about how many seconds are left."""
     return {**row, "epochs": epochs, "left": row["seconds"] / row["epoch"] * (epochs - row["epoch"])}
-
-
-def _column(metric: str) -> str:
-    """A metric in a row of the curve, where "loss" is that of training."""
-    return f"test {metric}" if metric == "loss" else metric
 
 
 def _seed(*parts: object) -> int:

@@ -7,6 +7,9 @@ Optuna gives every trial a number, and no two trials have the same. That is all 
 2. A trial is run if fewer trials before it count than there are to be in all. One that is not needed is given up.
 3. Who finds nothing to do waits for those that others run: if one of them fails, its place is free again.
 
+Studies of tasks hand out trials by a change of state that the storage lets one worker make (rule 1 of `study.study`).
+SQLite, which may be given here, does not lock the row, so that two could make it; hence rules of their own.
+
 A process that is gone from this machine is noticed at once. One elsewhere is taken for gone after `PATIENCE` seconds
 and five times the longest trial so far, by the clock of whoever waits for it.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, column
 from backdrop.experiments.report import drawing, wording
 from backdrop.experiments.report.drawing import INK, PALETTE, Picture
 from backdrop.experiments.report.statistics import Configuration, Results, is_finite
@@ -19,13 +19,9 @@ def last_value(record: Record, metric: str) -> float | None:
     """A metric at the end of a trial, or where a pruned one stopped."""
     if is_finite(record.metrics.get(metric)):
         return record.metrics[metric]
-    values = [row[column] for row in record.curve if is_finite(row.get(column := evaluated(metric)))]
+    name = column(metric)
+    values = [row[name] for row in record.curve if is_finite(row.get(name))]
     return values[-1] if values else None
-
-
-def evaluated(metric: str) -> str:
-    """What a metric is called in a curve, where "loss" is that of training."""
-    return "test loss" if metric == "loss" else metric
 
 
 def curves(results: Results) -> list[Picture]:
@@ -39,8 +35,8 @@ def curves(results: Results) -> list[Picture]:
     what = "test loss" if metric == "loss" else wording.metric_name(metric)
     drawn = []
     with drawing.style():
-        for name, column, text in (("training", "loss", "training loss"), ("evaluation", evaluated(metric), what)):
-            found = {label: series for c, label in labels.items() if (series := _series(c, column))}
+        for name, values, text in (("training", "loss", "training loss"), ("evaluation", column(metric), what)):
+            found = {label: series for c, label in labels.items() if (series := _series(c, values))}
             if found:
                 drawn.append(_curve_picture(found, f"curve-{name}", text, note))
     return drawn

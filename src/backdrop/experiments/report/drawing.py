@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -20,23 +20,20 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from backdrop._core import pictures
+from backdrop._core.pictures import GRID, INK, MUTED, bare
 from backdrop.experiments.report.statistics import Estimate
 
-__all__ = ["Line", "Picture", "dots", "heat_map", "lines", "style"]
+__all__ = ["INK", "MUTED", "Line", "Picture", "dots", "heat_map", "lines", "style"]
 
-INK, MUTED, GRID = "#1f2933", "#5f6c7b", "#d9dee4"
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#b8568f", "#a67600", "#3d9bd4", "#7a4fa3", "#6b6b00")
 RAMP = tuple(to_hex(mpl.colormaps["viridis"](0.82 * i / 7)) for i in range(8))
 MARKERS = "osD^vPX*"
 DARK_PALETTE = ("#4fb3f2", "#ff8f45", "#2fd1a2", "#ec9fcb", "#f0bd45", "#a5dcff", "#c3a1ea", "#d4d46a")
-DARK = {INK: "#e8ecf1", MUTED: "#a3afbd", GRID: "#3b4653"}
-DARK |= zip(PALETTE, DARK_PALETTE, strict=True)
+DARK = pictures.DARK | dict(zip(PALETTE, DARK_PALETTE, strict=True))
 DARK |= {light: to_hex(mpl.colormaps["viridis"](0.45 + 0.55 * i / 7)) for i, light in enumerate(RAMP)}
 STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with Matplotlib, so that all machines draw the same
     "font.size": 12,
-    "text.color": INK,
-    "text.parse_math": False,  # a dollar sign in a setting is one
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
     "axes.titlesize": 12,
@@ -53,20 +50,14 @@ STYLE: Any = {
     "legend.fontsize": 11,
     "lines.linewidth": 2,
     "lines.markersize": 6,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "backdrop",
     "savefig.dpi": 160,
 }
 WIDTH = 5.4  # inches: shrunk to a phone's width, the print is still large enough
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Matplotlib's own settings and these; not those of a matplotlibrc in the current folder."""
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        yield
+def style() -> AbstractContextManager[None]:
+    """In which all of this is to be drawn."""
+    return pictures.style(STYLE)
 
 
 class Picture(NamedTuple):
@@ -91,9 +82,7 @@ class Picture(NamedTuple):
         file = io.BytesIO()
         with style():
             self.figure.savefig(file, format="svg")
-        # Its description holds the time, and addresses.
-        content = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue().decode(), flags=re.DOTALL)
-        content = content[content.index("<svg ") :]  # without the address of the document type
+        content = bare(file.getvalue().decode())
         dark = re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), content)
         return content.encode(), dark.encode()
 

@@ -4,6 +4,9 @@ On the same machine the process says it: its number and when it was started, sin
 machines, where processes cannot be looked up, and of processes that were stopped (SIGSTOP, Ctrl-Z, a debugger), only
 signs of life are seen: a worker that gives no new one for `GRACE` seconds, by the clock of whoever waits for it, is
 taken for dead. Clocks are never compared.
+
+Optuna has heartbeats too, for databases alone: a journal has none, and a process that is gone is taken for alive until
+its time is up.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from backdrop._core.files import replace
 from backdrop._core.installed import how_to_install
 from backdrop.experiments import checkpoint
 from backdrop.experiments.records import Record, checked
-from backdrop.experiments.study.plan import Spec, as_text, check_extends
+from backdrop.experiments.settings import as_text
+from backdrop.experiments.study.plan import Spec, check_extends
 
 __all__ = ["SPEC", "PlainStudy", "check_one"]
 

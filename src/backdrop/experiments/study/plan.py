@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import backdrop
-from backdrop.experiments.records import Record
-from backdrop.experiments.settings import build, parse
+from backdrop.experiments.records import Record, column
+from backdrop.experiments.settings import as_text, build, parse
 from backdrop.experiments.task import Preset, Task, find_preset, trial_key
 from backdrop.experiments.tasks import TASKS, find_task, known_task, reference
 
@@ -29,7 +29,6 @@ __all__ = [
     "Spec",
     "again",
     "all_settings",
-    "as_text",
     "check_extends",
     "check_name",
     "check_trials",
@@ -85,7 +84,7 @@ class Spec:
     @property
     def column(self) -> str:
         """The metric in a row of a curve, where "loss" is that of training."""
-        return "test loss" if self.metric == "loss" else self.metric
+        return column(self.metric)
 
     @classmethod
     def from_json(cls, values: Any) -> Spec:
@@ -315,15 +314,6 @@ def check_name(name: str) -> str:
     if not re.fullmatch(r"[\w][\w.+=-]*", name):
         raise ValueError(f"the name of a study has to consist of letters, digits and . _ + = -, but got {name!r}")
     return name
-
-
-def as_text(value: Any) -> str:
-    """A value as `--set` takes it."""
-    if isinstance(value, (list, tuple)):
-        return "/".join(map(as_text, value))
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
 
 
 def workers_for(accelerator: str, devices: int, trials: int) -> int:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from backdrop.experiments import search
 from backdrop.experiments.records import Record
-from backdrop.experiments.settings import build
-from backdrop.experiments.study.plan import Spec, all_settings, as_text, check_extends, plan
+from backdrop.experiments.settings import as_text, build
+from backdrop.experiments.study.plan import Spec, all_settings, check_extends, plan
 
 if TYPE_CHECKING:
     from optuna.trial import Trial

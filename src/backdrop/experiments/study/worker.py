@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from backdrop.experiments.cache import CacheError
 from backdrop.experiments.fetch import DownloadError
-from backdrop.experiments.graphs import RecordingError
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.settings import build
+from backdrop.experiments.steps import RecordingError
 from backdrop.experiments.study import alive, remains
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.storage import storage_errors

@@ -6,20 +6,20 @@ Colours are chosen for readers who do not tell red from green, and each has a pa
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from backdrop._core import pictures
+from backdrop._core.pictures import GRID, INK, MUTED, bare, style
 from backdrop.placement.look import layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DARK", "NAMES", "Pen", "Picture", "style"]
+__all__ = ["DARK", "GRID", "MUTED", "NAMES", "Pen", "Picture", "style"]
 
-INK, MUTED, GRID, PAPER = "#1f2933", "#5f6c7b", "#d9dee4", "#fefefe"
+PAPER = "#fefefe"
 BOX, EDGE, IMAGE = "#d5e6f3", "#7fb2d8", "#e9ecef"
 FIELD, FIELD_TEXT, ALL = "#7fcbb3", "#00513b", "#d3ece4"
 MASK = "#d55e00"
@@ -38,9 +38,7 @@ NAMES = {
     "mask": MASK,
 }
 DARK = {
-    INK: "#e8ecf1",
-    MUTED: "#a3afbd",
-    GRID: "#3b4653",
+    **pictures.DARK,
     PAPER: "#12171d",
     BOX: "#24435c",
     EDGE: "#4f86b0",
@@ -49,13 +47,6 @@ DARK = {
     FIELD_TEXT: "#d9fbef",
     ALL: "#1d3b33",
     MASK: "#ff8f45",
-}
-STYLE: Any = {
-    "font.family": layout.FONT,
-    "text.color": INK,
-    "text.parse_math": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "backdrop",
 }
 
 
@@ -70,9 +61,7 @@ class Picture(NamedTuple):
         file = io.BytesIO()
         with style():
             self.figure.savefig(file, format="svg", facecolor=background)
-        content = file.getvalue().decode()
-        # The description holds the time and addresses, as does the document type.
-        return re.sub(r"<metadata>.*?</metadata>\s*", "", content[content.index("<svg ") :], flags=re.DOTALL)
+        return bare(file.getvalue().decode())
 
     def png(self) -> bytes:
         from PIL import Image  # which Matplotlib needs, too
@@ -142,14 +131,3 @@ class Pen:
 
         self.axes.add_patch(Circle((x, y), 0.105, facecolor=MASK, edgecolor="none", zorder=4))
         self.text(x, y - 0.005, words, WORDS if len(words) == 1 else 7, PAPER, bold=True, centred=True)
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Matplotlib's own settings and these, whatever the user has set; afterwards the user's again."""
-    import matplotlib as mpl
-
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        yield

@@ -1,4 +1,7 @@
-"""Training steps as CUDA graphs: small networks keep a GPU waiting for Python, and a graph does not."""
+"""Steps of training: optimisers, learning rates, and steps recorded as CUDA graphs.
+
+Small networks keep a GPU waiting for Python, and a graph does not.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,47 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
 
-__all__ = ["Recorded", "RecordingError"]
+from backdrop.experiments.task import Settings
+
+__all__ = ["Recorded", "RecordingError", "load_state", "make_optimizer", "make_schedule"]
 
 WARM = 3  # steps before a step is recorded: libraries choose their algorithms, optimisers make their state
+
+
+def make_optimizer(model: nn.Module, s: Settings, device: torch.device, *, recorded: bool = False) -> Optimizer:
+    """Of a trial with these settings; with a learning rate that a graph can read where its steps are `recorded`."""
+    if s.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), s.lr, momentum=0.9, nesterov=True, weight_decay=s.weight_decay)
+    if recorded:
+        lr = torch.tensor(s.lr, device=device)
+        return torch.optim.AdamW(model.parameters(), lr, weight_decay=s.weight_decay, fused=True, capturable=True)
+    return torch.optim.AdamW(model.parameters(), s.lr, weight_decay=s.weight_decay)
+
+
+def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Takes up the state of an optimiser, whose steps may have been recorded where these are not, or the other way."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    ways = [{name: group.get(name) for name in ("fused", "capturable")} for group in optimizer.param_groups]
+    groups = [{**group, **way} for group, way in zip(state["param_groups"], ways, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate.fill_(group["lr"]) if isinstance(rate, Tensor) else float(group["lr"])
+        for values in (optimizer.state[parameter] for parameter in group["params"]):
+            if "step" in values and not group["capturable"]:
+                values["step"] = values["step"].cpu()
+
+
+def make_schedule(optimizer: Optimizer, s: Settings, steps: int) -> lr_scheduler.LRScheduler:
+    """The learning rate over so many steps."""
+    if s.lr_schedule == "one-cycle":
+        # One step more than there are: the last call of step() is for a step that is never taken.
+        return lr_scheduler.OneCycleLR(optimizer, s.lr, total_steps=steps + 1, cycle_momentum=False)
+    if s.lr_schedule == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 class RecordingError(RuntimeError):
