@@ -443,10 +443,11 @@ def _most(
 
 
 def _inspected(model: nn.Module, plain: nn.Module, batch: Batch, best: Tried | None) -> Inspection | None:
-    if not isinstance(batch.inputs, Tensor) or batch.inputs.ndim < 2:
+    x = batch.inputs
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         return None
     masked = best.masked if best is not None and best.masked is not None else plain
     try:
-        return inspect(masked, tuple(batch.inputs.shape))
+        return inspect(masked, x)
     except (ValueError, RuntimeError, TypeError):
         return None
