@@ -1,8 +1,9 @@
 """Real training steps, with their seconds and their memory: what `doctor` measures.
 
 A step is forward, loss and backward, from empty gradients. Ways to compute it take turns, so that whatever else the
-machine does slows all of them alike, and the fastest of some counts: what else it does only ever adds. Memory is the most that tensors hold at once beside what is
-there before the step, by torch's own count: gradients belong to it, parameters do not.
+machine does slows all of them alike, and the fastest of some steps counts: what else it does only ever adds. Memory is
+the most that tensors hold at once beside what is there before the step, by torch's own count: gradients belong to it,
+parameters do not.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def _about(site: SiteFound) -> list[str]:
         less = f"{site.informed:.2g} times less" if site.informed >= NOTABLY else "no less"
         worth = "worth it" if site.informed >= WORTH else "not worth it"
         lines.append(
-            f"Units chosen by their gradients have {less} variance than uniform ones, for this batch and these weights: "
-            f"{worth}."
+            f"Units chosen by their gradients have {less} variance than uniform ones, for this batch and these "
+            f"weights: {worth}."
         )
     if site.after and site.rule != (site.advised.p if site.advised else site.rule):
         lines.append(f"As a regulariser start from p = {site.rule:.6g}, which keeps as many units as do not overlap.")
