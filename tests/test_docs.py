@@ -42,7 +42,9 @@ def test_code_that_needs_something_more_runs_where_that_is_there(page, monkeypat
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     found = [(language, content) for language, content in blocks(page) if language in ("python", "py")]
-    for name in re.findall(r"^import (mlflow|sentence_transformers|timm|wandb)$", "\n".join(content for _, content in found), re.MULTILINE):
+    for name in re.findall(
+        r"^import (mlflow|sentence_transformers|timm|wandb)$", "\n".join(content for _, content in found), re.MULTILINE
+    ):
         import_or_skip(name)
     try:
         exec(compile("\n".join(content for _, content in found), str(page), "exec"), {"__name__": "page"})
