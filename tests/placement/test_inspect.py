@@ -322,7 +322,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(name, monkeypatch, tmp_path
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'torch-backdrop\[experiments\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[experiments\]'"):
         found.__rich__() if name == "rich" else found.save(tmp_path / "picture.png")
     assert not any(tmp_path.iterdir())
     assert str(found).startswith(TABLE)

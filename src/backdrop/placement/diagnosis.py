@@ -39,6 +39,7 @@ __all__ = ["Diagnosis", "Room", "check_page", "doctor"]
 
 ALIKE = 1e3  # how many roundings apart a gradient may be, of its size, and still be the same
 NEARLY = 0.05
+FEW, MANY = 4, 16  # samples, from which on masks on them are tried: where the loss needs them all, and where who knows
 PART = 32  # samples in the small batches that a loss is tried on
 ROUNDS = 5
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -371,7 +372,7 @@ def _sites(
     sites: list[Site] = []
     if needs == "is a mean over samples":
         notes.append("the loss is a mean over samples: masks on samples gain nothing, smaller batches cost less")
-    elif batch.rows >= 4:
+    elif batch.rows >= FEW if needs == "needs the whole batch" else (batch.rows >= MANY and sizes is None):
         sites.append(samples())
     try:
         if not isinstance(batch.inputs, Tensor) or not batch.inputs.is_floating_point():
@@ -400,6 +401,10 @@ def _rooms(
     found: list[Room] = []
     half = batch.rows // 2
     if half >= 2:
+        if best is not None and best.found.advised is not None and not best.found.after:
+            share = 1 - best.found.advised.p
+            if abs(max(1, round(half * share)) * batch.rows / half - max(1, round(batch.rows * share))) > 0.5:
+                ways = ways[:1]  # so few are kept that a line through two measurements says nothing
         smaller = batch.first(half).without_loss()
         whole = batch.without_loss()
         most = [_most(made, memory, whole, smaller, 2.0, left, gradients, device) for made, memory in ways]
@@ -443,10 +448,11 @@ def _most(
 
 
 def _inspected(model: nn.Module, plain: nn.Module, batch: Batch, best: Tried | None) -> Inspection | None:
-    if not isinstance(batch.inputs, Tensor) or batch.inputs.ndim < 2:
+    x = batch.inputs
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
         return None
     masked = best.masked if best is not None and best.masked is not None else plain
     try:
-        return inspect(masked, tuple(batch.inputs.shape))
+        return inspect(masked, x)
     except (ValueError, RuntimeError, TypeError):
         return None

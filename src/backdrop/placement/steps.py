@@ -1,8 +1,9 @@
 """Real training steps, with their seconds and their memory: what `doctor` measures.
 
 A step is forward, loss and backward, from empty gradients. Ways to compute it take turns, so that whatever else the
-machine does slows all of them alike; the median counts. Memory is the most that tensors hold at once beside what is
-there before the step, by torch's own count: gradients belong to it, parameters do not.
+machine does slows all of them alike, and the fastest of some steps counts: what else it does only ever adds. Memory is
+the most that tensors hold at once beside what is there before the step, by torch's own count: gradients belong to it,
+parameters do not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
     """A training step.
 
     Args:
-        seconds: the median over the steps that were run.
+        seconds: the least over the steps that were run.
         memory: bytes at the peak, beside what is there before the step.
     """
 
@@ -95,10 +95,11 @@ def take_turns(runs: Mapping[str, Run], device: torch.device, rounds: int) -> di
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(2):  # the first captures, the second finds all sizes known
         first = {name: seconds_of(run, device) for name, run in runs.items()}
-    for _ in range(max(3, min(rounds, int(rounds * LONG / max(sum(first.values()) / len(first), 1e-9))))):
+    slow = max(sum(first.values()) / len(first), 1e-9)
+    for _ in range(max(3, min(4 * rounds, int(rounds * LONG / slow)))):
         for name, run in runs.items():
             times[name].append(seconds_of(run, device))
-    return {name: Reading(statistics.median(times[name]), peak(run, device)) for name, run in runs.items()}
+    return {name: Reading(min(times[name]), peak(run, device)) for name, run in runs.items()}
 
 
 def seconds_of(run: Run, device: torch.device) -> float:

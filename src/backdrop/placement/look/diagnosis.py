@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["advice", "as_text", "fragment", "page"]
 
 WIDTH = 100
+NOTABLY = 1.05
 HEADINGS = ("way", "time of a step", "times faster", "memory of a step")
 
 
@@ -134,10 +135,11 @@ def _about(site: SiteFound) -> list[str]:
     policy = f' Batch statistics: statistics="{site.statistics}".' if site.statistics != "exact" else ""
     lines = [pays + policy]
     if not math.isnan(site.informed):
+        less = f"{site.informed:.2g} times less" if site.informed >= NOTABLY else "no less"
         worth = "worth it" if site.informed >= WORTH else "not worth it"
         lines.append(
-            f"Units chosen by their gradients have {site.informed:.2g} times less variance than uniform ones, for this "
-            f"batch and these weights: {worth}."
+            f"Units chosen by their gradients have {less} variance than uniform ones, for this batch and these "
+            f"weights: {worth}."
         )
     if site.after and site.rule != (site.advised.p if site.advised else site.rule):
         lines.append(f"As a regulariser start from p = {site.rule:.6g}, which keeps as many units as do not overlap.")
