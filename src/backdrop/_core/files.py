@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all, and lines that are."""
+"""Files that are there whole or not at all, lines that are, and files that are no links and no pipes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -20,7 +22,8 @@ def put(path: Path, content: bytes, what: str) -> None:
     """Write a file, in place of one that is there; `what` it is, for an error."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_bytes(content)
+        with open(fresh, "wb", opener=regular) as file:
+            file.write(content)
         fresh.replace(path)
     except OSError as error:
         fresh.unlink(missing_ok=True)
@@ -32,7 +35,7 @@ def append(path: Path, line: bytes) -> None:
 
     It is there whole or not at all, and so are those before it: what a write that was cut short has left is removed.
     """
-    with path.open("ab+", buffering=0) as file, locked(file):
+    with open(path, "ab+", buffering=0, opener=regular) as file, locked(file):
         cut(file)
         end = file.seek(0, os.SEEK_END)
         rest = memoryview(line + b"\n")
@@ -42,6 +45,28 @@ def append(path: Path, line: bytes) -> None:
         except BaseException:
             file.truncate(end)
             raise
+
+
+def regular(path: str, flags: int) -> int:
+    """For `open`: a file in a folder that others may have filled. What a link leads to is read, but not written to."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if writes else 0)  # a pipe may wait for ever
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(f"{path} is a link or a pipe, so nothing is written to it: remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no file: remove it")
+    return file
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, and an error for anything else: a pipe would be waited for."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 @contextlib.contextmanager

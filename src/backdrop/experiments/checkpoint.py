@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from backdrop._core.files import read, regular
 from backdrop.experiments.task import trial_key
 
 __all__ = ["Unusable", "load", "read_result", "replace", "save", "save_weights", "write_log", "write_result"]
@@ -53,11 +54,11 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
     """The state that was saved for this trial of so many epochs, if there is one. Nothing in the file is run."""
     try:
-        content = path.read_bytes()
+        content = read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from error
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     head, _, payload = content.partition(b"\n")
     if head != HEAD + hashlib.sha256(payload).hexdigest().encode():
         raise Unusable(f"{path} is damaged: its checksum does not fit")
@@ -130,11 +131,11 @@ def read_result(path: Path, key: str | None = None) -> dict[str, Any] | None:
         key: of the trial; that of another is no result of this one. By default it may be of any.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read(path))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from error
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
         raise Unusable(f"{path} is {'no JSON' if path.stat().st_size else 'empty'}") from None
     problem = _result_problem(found)
@@ -171,7 +172,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file beside its place and then moves it there; if that fails, what was there stays."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with fresh.open("wb") as file:
+        with open(fresh, "wb", opener=regular) as file:
             write(file)
         fresh.replace(path)
     except BaseException:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -23,12 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backdrop._core import code
 from backdrop._core.checks import check_p
 from backdrop.experiments import settings as parsing
 
@@ -253,10 +253,30 @@ def find_task(name: str) -> type[Task]:
             f"{name!r}{parsing.nearest(name, TASKS)}"
         )
     found = getattr(_module(where), which, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
-        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {str(found)[:80]}")
+    _check_task(name, found)
     NAMED[reference(found)] = found
     return found
+
+
+def _check_task(name: str, task: type[Task]) -> None:
+    """An error unless a task of the user's own has all that one has to have."""
+    if missing := [*sorted(task.__abstractmethods__), *(what for what in ("presets",) if not hasattr(task, what))]:
+        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task with {', '.join(missing)}")
+    kinds = {
+        "name": isinstance(task.name, str) and bool(task.name) and task.name.isprintable(),
+        "Settings": inspect.isclass(task.Settings) and issubclass(task.Settings, Settings),
+        "presets": isinstance(task.presets, Mapping) and all(map(_is_preset, task.presets.values())),
+        "masks": isinstance(task.masks, (list, tuple)) and all(isinstance(mask, str) for mask in task.masks),
+    }
+    for what, is_right in kinds.items():
+        if not is_right:
+            raise ValueError(f"{name} has {what} that cannot be: {str(getattr(task, what))[:80]!r}")
+
+
+def _is_preset(found: Any) -> bool:
+    return isinstance(found, Preset) and type(found.seeds) is int and found.seeds >= 1
 
 
 def known_task(where: str, name: str) -> type[Task] | None:
@@ -277,22 +297,11 @@ def reference(task: type[Task]) -> str:
     return task.name if TASKS.get(task.name) is task else f"{Path(inspect.getfile(task)).resolve()}:{task.__qualname__}"
 
 
-def _module(where: str) -> Any:
+def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
-        return importlib.import_module(where)
+        return code.from_name(where)
     path = Path(where).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     name = f"backdrop_task_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:  # a class has to stay the same class
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
+        code.from_file(path, where, name)
     return sys.modules[name]

@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from backdrop._core.files import CHUNK, cut
+from backdrop._core.files import CHUNK, cut, regular
 from backdrop.experiments.study import alive
 
 try:
@@ -198,7 +198,7 @@ def held(path: Path, patience: float) -> Iterator[bool]:
     """
     end = time.monotonic() + patience
     while True:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=regular) as file:
             if _try_lock(file):
                 if not _is_at(path, file):  # removed by whoever had it, and others may have made a new one
                     continue
