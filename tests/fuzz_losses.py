@@ -167,7 +167,8 @@ def of_the_same(name, kind, value, x, others, more):
     junk = torch.full_like(x[:1], math.nan).expand(2, *x.shape[1:])
     for k, v in more.items():
         extra[k] = torch.cat([v, v[:1].expand(2, *v.shape[1:])]) if isinstance(v, torch.Tensor) and v.ndim else v
-    extra["weight"] = torch.cat([more.get("weight", torch.ones(n)).flatten(), torch.zeros(2)])
+    given = torch.ones(n) if more.get("weight") is None else more["weight"]
+    extra["weight"] = torch.cat([given.flatten(), torch.zeros(2)])
     padded = [torch.cat([other, other[:1].expand(2, *other.shape[1:])]) for other in others]
     again = function(torch.cat([x, junk]), *padded, **extra)
     again = again[:n] if again.ndim else again

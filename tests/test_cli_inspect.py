@@ -58,7 +58,7 @@ def _here(monkeypatch, tmp_path):
     (tmp_path / "unfinished.py").write_text("def network(:\n")
     yield
     for name in set(sys.modules) - before:  # so that the next test imports its own
-        if name.rpartition("inspected_")[2] in ("my_nets", "neighbour", "broken", "lacking", "unfinished"):
+        if name in ("my_nets", "neighbour", "broken", "lacking", "unfinished"):
             del sys.modules[name]
 
 

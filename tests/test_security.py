@@ -1,6 +1,7 @@
 """What runs code and what never does: a test for each line of SECURITY.md that no other file has."""
 
 import dataclasses
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -233,6 +234,59 @@ def test_arrays_with_objects_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
     np.load(labels, allow_pickle=True)  # does harm, so the test is one
     assert (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def _noting():
+    """Notes of faults are taken; beside pytest's own they are not."""
+    before = faulthandler.is_enabled()
+    faulthandler.disable()
+    yield
+    if before:
+        faulthandler.enable(sys.__stderr__)
+
+
+@pytest.mark.usefixtures("_noting")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("name", ["log.jsonl", ".journal.log.lock", "KEY", "KEY/log.jsonl", "KEY/crash.txt"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_goes_through_links_and_pipes(tmp_path, kind, name):
+    """A stranger's study may bring a link to a file of yours, in the place of one that is written to."""
+    _, records = of_strangers(tmp_path / "runs/stranger/journal.log", FILE)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("precious")
+    (mine / "checkpoint.pt").write_text("precious")
+    place = tmp_path / "runs/stranger" / name.replace("KEY", records[1].key)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(mine if name == "KEY" else mine / "file" if name != ".journal.log.lock" else mine / "new")
+    result = CliRunner().invoke(cli.app, ["run", FILE, "--set", "p=0.5", "--name", "stranger"])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    if name in ("log.jsonl", ".journal.log.lock", "KEY"):  # the others are replaced
+        assert result.exit_code == 1, result.output
+        assert str(place.relative_to(tmp_path)) in result.output
+    assert {path.name: path.read_text() for path in mine.iterdir()} == {"file": "precious", "checkpoint.pt": "precious"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize("name", ["result.json", "checkpoint.pt", ".result.json.1.new"])
+def test_pipes_in_the_folder_of_a_trial_are_not_waited_for(tmp_path, name):
+    _, records = of_strangers(tmp_path / "runs/stranger/journal.log", FILE)
+    place = tmp_path / "runs/stranger" / records[1].key / name
+    place.parent.mkdir(parents=True)
+    os.mkfifo(place)
+    run("run", FILE, "--set", "p=0.5", "--name", "stranger")
+    assert (place.parent / "result.json").is_file()
+    assert {path.name for path in place.parent.iterdir()} == {"log.jsonl", "result.json"}
+
+
+def test_a_pipe_is_no_journal(tmp_path):
+    os.mkfifo(tmp_path / "journal.log")
+    for command in (["status"], ["worker", "x"], ["report", "x"], ["run", FILE]):
+        assert "is no journal" in run(*command, "--storage", tmp_path / "journal.log", code=1)
 
 
 def shadow(folder, *names):

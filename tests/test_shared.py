@@ -419,6 +419,45 @@ def test_skipping_over_many_processes():
     assert DISTURBED < told <= DISTURBED + 2 * CHECK_EVERY
 
 
+def _given_on_one(rank):
+    found = []
+    for more in ({"uneven": rank == 1}, {"generator": seeded(3) if rank else None}):
+        with pytest.raises(ValueError, match="has to be given on all processes of the group or on none") as error:
+            gradient(Backdrop(P, group="world", **more))
+        found.append(str(error.value))
+    return found
+
+
+def test_what_only_one_process_has_is_an_error_on_all():
+    """Else the others would wait for a message that never comes."""
+    first, second = processes.run(_given_on_one, 2)
+    assert first == second
+    assert [message.split(" has")[0] for message in first] == ["uneven", "a generator"]
+    assert all(message.endswith("but got it on 1 alone") for message in first)
+
+
+def _without_backward(rank):
+    """One process leaves a step out, which the others take."""
+    layer, found = Backdrop(P, group="world", uneven=True), []
+    for step in range(6):
+        if rank and step == DISTURBED:
+            found.append(caught(layer, leaf()))
+        else:
+            found.append(caught(gradient, layer))
+    return [None if message else part for part, message in found], [message for _, message in found], layer.step
+
+
+def test_a_step_that_one_process_leaves_out_is_noticed_where_sizes_are_exchanged():
+    (first, messages, step), (second, others, other) = processes.run(_without_backward, 2)
+    told = DISTURBED + 1
+    assert [bool(message) for message in messages] == [bool(message) for message in others]
+    assert [i for i, message in enumerate(messages) if message] == [told]
+    assert f"at the steps {told}, {told - 1}" in messages[told]
+    assert step == other
+    for i in {0, 1, 4, 5}:
+        assert adds_up([first[i], second[i]], 2 * ROWS)
+
+
 # One process, in which a mask with a generator is the same function.
 
 

@@ -266,8 +266,17 @@ class SharedDraw:
         salt = 0 if generator is None else self._salt(generator)
         ledger = _ledgers.get(processes.group_name)
         name = 0 if ledger is None or ledger.broken or ledger.processes is not processes else ledger.name
-        numbers = [own, salt, rows, self.step, name, secrets.randbits(62)]
-        seeds, salts, sizes, steps, names, fresh = map(list, zip(*exchange(numbers, processes, device), strict=True))
+        given = [self.uneven, generator is not None]
+        numbers = [own, salt, rows, self.step, name, secrets.randbits(62), *map(int, given)]
+        seeds, salts, sizes, steps, names, fresh, *there = map(
+            list, zip(*exchange(numbers, processes, device), strict=True)
+        )
+        for what, values in zip(("uneven", "a generator"), there, strict=True):
+            if len(set(values)) > 1:
+                ranks = ", ".join(str(rank) for rank, value in enumerate(values) if value)
+                raise ValueError(
+                    f"{what} has to be given on all processes of the group or on none, but got it on {ranks} alone"
+                )
         if generator is not None and len(set(seeds)) > 1:
             raise ValueError(
                 "generator has to be seeded alike on all processes of the group, so that they draw one mask, but "

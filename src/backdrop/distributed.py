@@ -216,6 +216,7 @@ def check_group(group: Group) -> None:
     if group is None or group == "world" or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     given = repr(group) if isinstance(group, str) else type(group).__name__
+    given += ", as torch gives it for a group that this process is not in" if isinstance(group, int) else ""
     raise TypeError(f"group has to be a torch.distributed.ProcessGroup, 'world' or None, but got {given}")
 
 

@@ -271,6 +271,44 @@ def test_tasks_that_are_not_there(name, message):
         find_task(name)
 
 
+TASK = """
+from backdrop.experiments.task import Classification, Preset
+class Own(Classification):
+    presets = {"quick": Preset({}, [{}], 1)}
+    def data(self, device): ...
+    def model(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def (", r"own.py cannot be imported:\n.*line 1.*\n.*\n.*\nSyntaxError"),
+        ("\0", r"own.py cannot be imported:\n.*null bytes"),
+        ("import nowhere_at_all", r"own.py cannot be imported:\n.*line 1.*\n.*\nModuleNotFoundError: No module"),
+        ("def f():\n    1 / 0\nf()", r"own.py cannot be imported:\n.*line 3, in <module>\n.*\n.*line 2, in f"),
+        ("raise SystemExit(0)", r"own.py cannot be imported:\n.*line 1, .*\n.*\nSystemExit: 0"),
+        ("Own = 3", r"own.py:Own has to be a subclass of .*Task, but is 3"),
+        (TASK.replace("def model(self): ...", ""), "own.py:Own has to be a subclass of .*Task with model"),
+        (TASK.replace("presets =", "other ="), "own.py:Own has to be a subclass of .*Task with presets"),
+        (TASK.replace("Preset({}, [{}], 1)", "3"), "own.py:Own has presets that cannot be"),
+        (TASK.replace("[{}], 1", "[{}], 'x'"), "own.py:Own has presets that cannot be"),
+        (TASK + "    Settings = dict", "own.py:Own has Settings that cannot be: .*dict"),
+        (TASK + "    masks = 3", "own.py:Own has masks that cannot be: '3'"),
+        (TASK + "    name = None", "own.py:Own has name that cannot be: 'None'"),
+        (TASK + "    name = 'a\\x1b'", "own.py:Own has name that cannot be"),
+    ],
+)
+def test_tasks_of_ones_own_that_cannot_be(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(text)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        find_task("own.py:Own")
+    Path("own.py").unlink()
+    with pytest.raises(ValueError, match="there is no module 'nowhere_at_all'"):
+        find_task("nowhere_at_all:Own")
+
+
 def test_a_task_that_fails_to_load_leaves_nothing_behind(tmp_path):
     (tmp_path / "broken.py").write_text("raise RuntimeError('no')")
     before = set(sys.modules)

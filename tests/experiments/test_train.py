@@ -264,6 +264,38 @@ def test_a_checkpoint_that_is_wrong_counts_as_none(tmp_path, quick, stopped, cas
     assert begins_anew(tmp_path, (tmp_path / "checkpoint.pt").read_bytes(), whole)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("optimizer", "param_groups", 0, "eps"), "x"),
+        (("optimizer", "param_groups", 0, "betas"), (0.9,)),
+        (("optimizer", "param_groups", 0, "maximize"), torch.zeros(3)),
+        (("optimizer", "param_groups", 0, "lr"), torch.zeros(3)),
+        (("optimizer", "param_groups", 0, "weight_decay"), 10**400),
+        (("optimizer", "param_groups", 0), {}),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(3)),
+        (("optimizer", "state", 0, "exp_avg_sq"), None),
+        (("optimizer", "state", 0, "step"), torch.zeros(2)),
+        (("schedule", "total_steps"), None),
+        (("schedule", "_schedule_phases"), []),
+        (("schedule", "_schedule_phases", 0, "end_step"), "x"),
+        (("curve", 0, "seconds"), 10**400),
+    ],
+    ids=str,
+)
+def test_a_state_that_no_training_has_counts_as_none(tmp_path, quick, stopped, path, value):
+    content, whole = stopped
+    state = torch.load(io.BytesIO(content.partition(b"\n")[2]), weights_only=True)
+    *parts, last = path
+    place = state
+    for part in parts:
+        place = place[part]
+    assert last in place or last == 0
+    place[last] = value
+    checkpoint.save(tmp_path / "checkpoint.pt", state)
+    assert begins_anew(tmp_path, (tmp_path / "checkpoint.pt").read_bytes(), whole)
+
+
 def test_a_checkpoint_without_one_of_its_parts_counts_as_none(tmp_path, quick, stopped):
     content, whole = stopped
     state = torch.load(io.BytesIO(content.partition(b"\n")[2]), weights_only=True)

@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all, lines that are, and locks that end with their process."""
+"""Files and lines that are there whole or not at all, locks that end with their process, no links and no pipes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ def replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file beside its place and then moves it there; if that fails, what was there stays."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with fresh.open("wb") as file:
+        with open(fresh, "wb", opener=regular) as file:
             write(file)
         fresh.replace(path)
     except BaseException:
@@ -44,7 +46,7 @@ def append(path: Path, line: bytes) -> None:
 
     It is there whole or not at all, and so are those before it: what a write that was cut short has left is removed.
     """
-    with path.open("ab+", buffering=0) as file, locked(file):
+    with open(path, "ab+", buffering=0, opener=regular) as file, locked(file):
         cut(file)
         end = file.seek(0, os.SEEK_END)
         rest = memoryview(line + b"\n")
@@ -54,6 +56,28 @@ def append(path: Path, line: bytes) -> None:
         except BaseException:
             file.truncate(end)
             raise
+
+
+def regular(path: str, flags: int) -> int:
+    """For `open`: a file in a folder that others may have filled. What a link leads to is read, but not written to."""
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= getattr(os, "O_NONBLOCK", 0) | (getattr(os, "O_NOFOLLOW", 0) if writes else 0)  # a pipe may wait for ever
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(f"{path} is a link or a pipe, so nothing is written to it: remove it") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(f"{path} is no file: remove it")
+    return file
+
+
+def read(path: Path) -> bytes:
+    """The content of a file, and an error for anything else: a pipe would be waited for."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -91,7 +115,7 @@ def held(path: Path, patience: float | None = None, waiting: Callable[[], object
     """
     end = time.monotonic() + (patience or 0.0)
     while True:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=regular) as file:
             taken = try_lock(file)
             if not taken and patience is None and fcntl is not None:
                 waiting()

@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from backdrop._core.files import replace
+from backdrop._core.files import read, replace
 from backdrop.experiments.task import trial_key
 
 __all__ = ["Unusable", "load", "read_result", "save", "save_weights", "write_log", "write_result"]
@@ -53,11 +53,11 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
     """The state that was saved for this trial of so many epochs, if there is one. Nothing in the file is run."""
     try:
-        content = path.read_bytes()
+        content = read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from error
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     head, _, payload = content.partition(b"\n")
     if head != HEAD + hashlib.sha256(payload).hexdigest().encode():
         raise Unusable(f"{path} is damaged: its checksum does not fit")
@@ -99,7 +99,7 @@ def _is_row(row: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _are_tensors(values: Any) -> bool:
@@ -130,11 +130,11 @@ def read_result(path: Path, key: str | None = None) -> dict[str, Any] | None:
         key: of the trial; that of another is no result of this one. By default it may be of any.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read(path))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror}") from error
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError):
         raise Unusable(f"{path} is {'no JSON' if path.stat().st_size else 'empty'}") from None
     problem = _result_problem(found)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from backdrop.experiments.task import Settings
 
-__all__ = ["Recorded", "RecordingError", "load_state", "make_optimizer", "make_schedule"]
+__all__ = ["Recorded", "RecordingError", "check_alike", "load_state", "make_optimizer", "make_schedule"]
 
 WARM = 3  # steps before a step is recorded: libraries choose their algorithms, optimisers make their state
 
@@ -33,14 +33,45 @@ def make_optimizer(model: nn.Module, s: Settings, device: torch.device, *, recor
 def load_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Takes up the state of an optimiser, whose steps may have been recorded where these are not, or the other way."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    ways = [{name: group.get(name) for name in ("fused", "capturable")} for group in optimizer.param_groups]
-    groups = [{**group, **way} for group, way in zip(state["param_groups"], ways, strict=True)]
+    usual = optimizer.state_dict()["param_groups"]
+    ways = [{name: group.get(name) for name in ("fused", "capturable")} for group in usual]
+    groups = [
+        {name: value for name, value in {**group, **way}.items() if name in own}
+        for group, way, own in zip(state["param_groups"], ways, usual, strict=True)
+    ]
+    check_alike("param_groups", groups, usual)
     optimizer.load_state_dict({**state, "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        if values.keys() != next(iter(optimizer.state.values())).keys():
+            raise ValueError(f"the optimiser has {', '.join(values)} for a parameter of shape {tuple(parameter.shape)}")
+        for name, value in values.items():
+            shape = () if name == "step" else parameter.shape
+            if not isinstance(value, Tensor) or value.shape != shape or value.is_complex():
+                raise ValueError(f"{name} does not fit a parameter of shape {tuple(parameter.shape)}")
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate.fill_(group["lr"]) if isinstance(rate, Tensor) else float(group["lr"])
         for values in (optimizer.state[parameter] for parameter in group["params"]):
             if "step" in values and not group["capturable"]:
                 values["step"] = values["step"].cpu()
+
+
+def check_alike(what: str, found: Any, usual: Any) -> None:
+    """An error unless a state is built like another one: names, kinds and lengths, not the numbers."""
+    if isinstance(usual, dict) and isinstance(found, dict) and usual.keys() == found.keys():
+        for name in usual:
+            check_alike(f"{what}[{name!r}]", found[name], usual[name])
+    elif isinstance(usual, (list, tuple)) and isinstance(found, (list, tuple)) and len(usual) == len(found):
+        for i, (one, other) in enumerate(zip(found, usual, strict=True)):
+            check_alike(f"{what}[{i}]", one, other)
+    elif not (_is_number(found) and _is_number(usual)) and (usual != found or type(usual) is not type(found)):
+        raise ValueError(f"{what} has to be like {str(usual)[:80]!r}, but is {str(found)[:80]!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Learning rates may be tensors."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def make_schedule(optimizer: Optimizer, s: Settings, steps: int) -> lr_scheduler.LRScheduler:

@@ -14,9 +14,9 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from backdrop._core.named import run_file
+from backdrop._core import code
 from backdrop.experiments import models
 from backdrop.experiments.image_tasks import AUC, CIFAR10, MOST_CHANNELS, MOST_PIXELS, Latent, Ponce, check_norm
 from backdrop.experiments.models import Norm
@@ -226,10 +226,30 @@ def find_task(name: str) -> type[Task]:
             f"{name!r}{nearest(name, TASKS)}"
         )
     found = getattr(_module(where), which, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)) or inspect.isabstract(found):
-        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {found!r}")
+    if not (inspect.isclass(found) and issubclass(found, Task)):
+        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task, but is {str(found)[:80]}")
+    _check_task(name, found)
     NAMED[reference(found)] = found
     return found
+
+
+def _check_task(name: str, task: type[Task]) -> None:
+    """An error unless a task of the user's own has all that one has to have."""
+    if missing := [*sorted(task.__abstractmethods__), *(what for what in ("presets",) if not hasattr(task, what))]:
+        raise ValueError(f"{name} has to be a subclass of backdrop.experiments.task.Task with {', '.join(missing)}")
+    kinds = {
+        "name": isinstance(task.name, str) and bool(task.name) and task.name.isprintable(),
+        "Settings": inspect.isclass(task.Settings) and issubclass(task.Settings, Settings),
+        "presets": isinstance(task.presets, Mapping) and all(map(_is_preset, task.presets.values())),
+        "masks": isinstance(task.masks, (list, tuple)) and all(isinstance(mask, str) for mask in task.masks),
+    }
+    for what, is_right in kinds.items():
+        if not is_right:
+            raise ValueError(f"{name} has {what} that cannot be: {str(getattr(task, what))[:80]!r}")
+
+
+def _is_preset(found: Any) -> bool:
+    return isinstance(found, Preset) and type(found.seeds) is int and found.seeds >= 1
 
 
 def known_task(where: str, name: str) -> type[Task] | None:
@@ -256,4 +276,4 @@ def find_claims(name: str) -> Any:
 
 
 def _module(where: str) -> ModuleType:
-    return run_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    return code.from_file(Path(where), where) if where.endswith(".py") else code.from_name(where)

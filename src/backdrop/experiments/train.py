@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from backdrop.distributed import all_gather
 from backdrop.experiments import checkpoint, logs
 from backdrop.experiments.records import column
-from backdrop.experiments.steps import Recorded, load_state, make_optimizer, make_schedule
+from backdrop.experiments.steps import Recorded, check_alike, load_state, make_optimizer, make_schedule
 from backdrop.experiments.task import Examples, Task
 from backdrop.experiments.tasks import find_task, reference
 from backdrop.layers import Backdrop
@@ -444,6 +444,7 @@ class _Training:
             raise ValueError(f"its last epoch has no {self.task.metric}")
         self.model.load_state_dict(state["model"])
         load_state(self.optimizer, state["optimizer"])
+        check_alike("schedule", state["schedule"], self.schedule.state_dict())
         self.schedule.load_state_dict(state["schedule"])
         if self.p_schedule:
             self.p_schedule.load_state_dict(state["p_schedule"])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect as python
-import re
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +16,7 @@ from rich.text import Text
 from torch import nn
 
 from backdrop._app import app
-from backdrop._core import named
+from backdrop._core import code
 
 __all__ = ["find_model"]
 
@@ -170,45 +167,20 @@ def find_model(name: str) -> nn.Module:
     try:
         made = found()
     except Exception as error:
-        raise _shown(error, f"{name} gave no model") from None
+        raise code.shown(error, f"{name} gave no model") from None
     if not isinstance(made, nn.Module):
         raise ValueError(f"{name} has to return a torch.nn.Module, but returned {_kind(made)}")
     return made
 
 
 def _load(where: str) -> ModuleType:
-    problem = f"{where} cannot be imported"
-    if where.endswith(".py"):
-        path = Path(where).expanduser().resolve()
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
-        sys.path.insert(0, str(path.parent))  # it finds its neighbours, as if it were run
-        try:
-            return named.run_file(path)
-        except Exception as error:
-            raise _shown(error, problem) from None
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(where)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"there is no module {where!r}, neither here nor among the installed ones; a file is given as "
-                "path/to/file.py:NAME"
-            ) from None
-        raise _shown(error, problem) from None
-
-
-def _shown(error: Exception, problem: str) -> RuntimeError:
-    """What is wrong in the user's code, with the lines that it comes from and without ours."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in (__file__, named.__file__)
-        and not re.match(r"<frozen importlib|.*\bimportlib\b.__init__", frame.filename)
-    ]
-    lines = "".join([*traceback.format_list(frames[:3]), *traceback.format_exception_only(error)])
-    return RuntimeError(f"{problem}:\n{lines.rstrip()}")
+    """Modules find their neighbours, as if they were run."""
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return code.from_name(where)
+    path = Path(where).expanduser().resolve()
+    sys.path.insert(0, str(path.parent))
+    return code.from_file(path, where)
 
 
 def _needed(found: Callable[..., Any]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from backdrop._core.files import read, regular
 from backdrop.experiments import checkpoint
 from backdrop.experiments.train import told
 
@@ -39,10 +40,12 @@ class Faults:
 
     def __enter__(self) -> Faults:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        lines: list[bytes] = []
+        with contextlib.suppress(FileNotFoundError):
+            lines = read(self.path).splitlines()
         self.notes = [line.removeprefix(FATAL).decode(errors="replace") for line in lines if line.startswith(FATAL)]
         if not faulthandler.is_enabled():  # else someone else takes note, and where is theirs to say
-            self.file = self.path.open("ab", buffering=0)
+            self.file = open(self.path, "ab", buffering=0, opener=regular)  # closed in __exit__
             faulthandler.enable(self.file)
         return self
 
@@ -79,6 +82,8 @@ def clear(home: Path, key: str, *, done: bool = False) -> None:
         key: of the trial.
         done: nobody will go on with this trial, though its result may lie on another machine.
     """
+    if home.is_symlink():
+        raise OSError(f"{home} is a link, so nothing is written or removed there: remove it")
     for path in home.glob(".*.new"):
         path.unlink(missing_ok=True)
     old = home / "checkpoint.pt"
@@ -92,7 +97,7 @@ def clear(home: Path, key: str, *, done: bool = False) -> None:
             _remove_empty(home / "crash.txt")
         return
     log, rows = home / "log.jsonl", [told(row, result["settings"]["epochs"]) for row in result["curve"]]
-    if old.exists() or not log.exists() or log.read_bytes().count(b"\n") != len(rows):
+    if old.exists() or not log.exists() or read(log).count(b"\n") != len(rows):
         checkpoint.write_log(log, rows)
     old.unlink(missing_ok=True)
     _remove_empty(home / "crash.txt")

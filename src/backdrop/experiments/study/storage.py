@@ -74,6 +74,8 @@ def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage
         return
     path = Path(place).expanduser().resolve()
     path = path / JOURNAL if path.is_dir() or not path.suffix else path
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no journal: it is not even a file")
     if create:
         path.parent.mkdir(parents=True, exist_ok=True)
     elif not path.exists():

@@ -81,8 +81,7 @@ def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, e
     count = count_kept(size, p) if exact else None
     if size == 0 or is_zero(p):
         return jnp.ones((groups, size), bool)
-    check_key(key)
-    u = jax.random.uniform(key, (groups, size), jnp.float32)
+    u = jax.random.uniform(check_key(key), (groups, size), jnp.float32)
     if count is not None:
         largest = jax.lax.top_k(u, count)[1]
         return jnp.zeros((groups, size), bool).at[jnp.arange(groups)[:, None], largest].set(True)
@@ -91,9 +90,10 @@ def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, e
     return kept
 
 
-def check_key(key: jax.Array | None) -> None:
+def check_key(key: jax.Array | None) -> jax.Array:
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise TypeError(f"key has to be a JAX random key, but got {key!r}; make one with jax.random.key(0)")
+    return key  # type: ignore[return-value]  # NumPy's arrays are taken too
 
 
 def count_kept(size: int, p: Probability) -> int:
