@@ -93,7 +93,7 @@ def _draw_units(key: jax.Array | None, lattice: masks.Lattice, p: Probability, e
 def check_key(key: jax.Array | None) -> jax.Array:
     if not isinstance(key, (jax.Array, np.ndarray)):
         raise TypeError(f"key has to be a JAX random key, but got {key!r}; make one with jax.random.key(0)")
-    return key  # type: ignore[return-value]  # NumPy's arrays are taken too
+    return key
 
 
 def count_kept(size: int, p: Probability) -> int:
