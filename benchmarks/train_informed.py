@@ -8,11 +8,12 @@ at batches of 2,048, 5 to 1 and with 1% dogs; distances between classes as in th
 UIUC textures in 75x100 pixels with attention pooling above a mask of positions. Masks are exact and keep 6%.
 
 Work is counted in forward passes, as `Skip` needs them: 1 + 2a for a share a of the samples, 1 + 3a for chosen ones, 3
-without a mask. Positions are chosen without a further pass. So informed masks on samples have a few steps less than
-uniform ones, and training without a mask has about a third of the steps. For every way the learning rate is chosen by
-the mean on validation images over the seeds, a factor of three apart, until the best one has a neighbour on both sides.
-Every seed has a training set, an order and an initial network of its own, the same for all ways. Intervals are 95%
-over the seeds; those of differences are of pairs with the same seed. A file that is there already is gone on with.
+without a mask; 1 + 3a for positions, chosen or not, as if their windows did not overlap. So informed masks on samples
+have a few steps less than uniform ones, and training without a mask has about a third of the steps. For every way the
+learning rate is chosen by the mean on validation images over the seeds, a factor of three apart, until the best one has
+a neighbour on both sides. Every seed has a training set, an order and an initial network of its own, the same for all
+ways. Intervals are 95% over the seeds; those of differences are of pairs with the same seed. A file that is there
+already is gone on with.
 """
 
 import json
@@ -49,9 +50,9 @@ def mask_of(way, kind=Backdrop):
 CHOOSE = {"uniform": "uniform", "informed": "gradient"}
 
 
-def passes(way, share=KEPT, again=True):
-    """Forward passes in a step; whether chosen units are run once more."""
-    return {"uniform": 1 + 2 * share, "informed": 1 + (3 if again else 2) * share, "no mask": 3}[way]
+def passes(way, share, positions):
+    """Forward passes in a step."""
+    return {"uniform": 1 + (3 if positions else 2) * share, "informed": 1 + 3 * share, "no mask": 3}[way]
 
 
 def pick(labels, counts, generator):
@@ -76,7 +77,7 @@ def images_of(name, root):
 class Case:
     """One training: data and a network for a seed, the loss of a batch, and what is measured: lower is better."""
 
-    steps, share, again = 200, KEPT, True
+    steps, share, positions = 200, KEPT, False
 
     def __init__(self, root, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -174,7 +175,7 @@ class Attention(nn.Module):
 
 
 class Textures(Case):
-    name, said, data, held, again = "UIUC textures, attention pooling", "errors, %", "uiuc", (4,) * 25, False
+    name, said, data, held, positions = "UIUC textures, attention pooling", "errors, %", "uiuc", (4,) * 25, True
     network = staticmethod(Attention)
 
     def loss(self, model):
@@ -193,7 +194,7 @@ def train(kind, way, rate, seed, root):
     case = kind(root, seed)
     torch.manual_seed(seed)
     model = case.network(way)
-    work = {name: passes(name, case.share, case.again) for name in WAYS}
+    work = {name: passes(name, case.share, case.positions) for name in WAYS}
     steps = round(case.steps * work["uniform"] / work[way])
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, cycle_momentum=False)
