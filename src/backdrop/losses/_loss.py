@@ -48,3 +48,19 @@ class Loss(nn.Module):
         shown += [] if self.single_class == "error" else [f"single_class={self.single_class!r}"]
         shown += [] if self.group is None else [f"group={self.group if isinstance(self.group, str) else '...'}"]
         return ", ".join(shown)
+
+
+def once(gradient: Tensor, *inputs: Tensor) -> Tensor:
+    """A gradient that was computed by hand: differentiating it once more is an error."""
+    result: Tensor = _Once.apply(gradient, *inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("this loss has no second derivatives; its gradient is computed by hand")
