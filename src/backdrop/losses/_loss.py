@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from backdrop.distributed import Group
 from backdrop.losses._batches import LEAST, SingleClass, check_number, check_settings, wide
+from backdrop.losses._soft_ranks import NO_SECOND
 
 
 def nothing_to_compare(inputs: Tensor, single_class: SingleClass, what: str = "one class only") -> Tensor:
@@ -63,4 +64,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("this loss has no second derivatives; its gradient is computed by hand")
+        raise RuntimeError(NO_SECOND)
