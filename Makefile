@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench chaos coverage notebooks fuzz dist oldest clean
+.PHONY: test demo lint docs bench chaos coverage notebooks fuzz mutants dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -25,6 +25,12 @@ FUZZ ?= --examples 50000
 
 fuzz: $(VENV)/installed
 	$(BIN)/python tests/fuzz.py $(FUZZ)
+
+# Small faults put into functional, layers, losses and skip: which does no test see? make mutants MUTANTS='--count 100'
+MUTANTS ?=
+
+mutants: $(VENV)/installed
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
