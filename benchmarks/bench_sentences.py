@@ -110,9 +110,7 @@ def main():
     parser.add_argument("--p", type=float, default=0.8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of training; 0 measures no quality")
-    parser.add_argument(
-        "--timed", type=Path, help="figures of a run with --steps 0; measures quality alone"
-    )
+    parser.add_argument("--timed", type=Path, help="figures of a run with --steps 0; measures quality alone")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     model = SentenceTransformer(str(arguments.model), device="cpu").train()
