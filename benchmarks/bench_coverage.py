@@ -403,8 +403,8 @@ def markdown(rows, missing):
     return "\n".join(lines) + "\n"
 
 
-def put_between_markers(path, text):
-    begin, end = MARKERS
+def put_between_markers(path, text, markers=MARKERS):
+    begin, end = markers
     page = path.read_text() if path.exists() else f"# Coverage\n\n{begin}\n{end}\n"
     if begin not in page or end not in page:
         raise SystemExit(f"{path} has no {begin} and {end} to put the tables between")
