@@ -220,6 +220,18 @@ def test_an_image_from_the_disk(tmp_path, monkeypatch):
     assert steps[63::64].mean().item() == pytest.approx(steps.mean().item(), rel=0.3)
 
 
+def test_rows_on_the_disk(tmp_path, monkeypatch):
+    said = run("14_million_rows.py", tmp_path)
+    assert "5,000 rows, 50 of them positive" in said
+    assert re.findall(r"^  last step: (\d+) of 5000 samples ran with gradients", said, re.MULTILINE) == ["500", "500"]
+    areas = [float(x) for x in re.findall(r"^(?:uniform|gradient): .* ROC AUC of new rows (\S+),", said, re.MULTILINE)]
+    assert len(areas) == 2
+    assert min(areas) > 0.6
+    example = load("14_million_rows.py", monkeypatch, tmp_path)
+    scores, labels = torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True])
+    assert example["area"](scores, labels) == 0.75
+
+
 def cells(script):
     """Of a script in the percent form: (kind, text) of each cell."""
     found = []

@@ -158,12 +158,18 @@ class Positions:
         """Whether the backward pass takes less time in tiles than in the windows of kept units."""
         if self.tiling is None or not self.tiling.in_tiles or self.always:
             return False
+        if self.tiling.window_bytes() > self.tiling.left:
+            return True
+        windows = self.windows_cost(1).windows(device, self.kept_units(float(self.mask.p)))
+        return self.tiles_time(device) < windows
+
+    def tiles_time(self, device: torch.device) -> float:
+        """Seconds of the backward pass in tiles."""
+        assert self.tiling is not None
         back, known = self.tiling.backward, self.segment.cost
         calls = known.calls * math.prod(back.counts) * math.ceil(self.tiling.samples / back.samples)
         tiles = cost.Cost(calls, known.multiplications * back.work, known.numbers * back.work)
-        if self.tiling.window_bytes() > self.tiling.left:
-            return True
-        return tiles.windows(device, 1) < self.windows_cost(1).windows(device, self.kept_units(float(self.mask.p)))
+        return tiles.windows(device, 1)
 
     def memory(self, p: float) -> tuple[float, float]:
         """Numbers that a plain pass keeps, and those that windows need at most at a time."""

@@ -224,7 +224,8 @@ class Stream:
 
         def load(tile: Tile) -> dict[fx.Node, Tensor]:
             there = [node for node in sources if node in tile.boxes]
-            return {node: read_tile(known[node], tile.samples, tile.boxes[node]) for node in there}
+            demands = self.segment.demands
+            return {node: read_tile(known[node], tile.samples, tile.boxes[node], demands[node]) for node in there}
 
         device = next((x.device for x in known.values() if isinstance(x, Tensor)), torch.device("cpu"))
         with ReadAhead(load, tiles if sources else [], ahead=1) as ahead:
