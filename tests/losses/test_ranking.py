@@ -28,6 +28,7 @@ from backdrop.losses import (
     rank_statistic_loss,
     ranking,
     spearman_loss,
+    squared_hinge_auc_loss,
 )
 from tests.losses.test_soft_ranks import Largest
 
@@ -624,3 +625,33 @@ def test_a_gpu_computes_the_same(name):
             found.append((loss.item(), x.grad.cpu()))
         assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
         assert (found[0][1] - found[1][1]).norm() <= 1e-6 * found[0][1].norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG"]
+)
+@pytest.mark.parametrize("n", [12, 1700])
+def test_under_torch_func(name, n):
+    """Of scores, for labels that all have in common."""
+    labels = torch.arange(n) % 3 == 0
+    loss = {
+        "rank statistic": lambda s: rank_statistic_loss(s, labels, temperature=0.3),
+        "squared hinge": lambda s: squared_hinge_auc_loss(s, labels),
+        "partial AUC": lambda s: partial_auc_loss(s, labels, max_fpr=0.3, temperature=0.3),
+        "average precision": lambda s: average_precision_loss(s, labels, temperature=0.3),
+        "concordance": lambda s: concordance_loss(s, torch.arange(n), labels, temperature=0.3),
+        "NDCG": lambda s: ndcg_loss(s, labels, temperature=0.3),
+    }[name]
+    scores = torch.randn(3, n)
+    expected = []
+    for each in scores:
+        x = each.clone().requires_grad_()
+        value = loss(x)
+        expected.append((value.detach(), torch.autograd.grad(value, x)[0]))
+    values, gradients = (torch.stack(each) for each in zip(*expected, strict=True))
+    torch.testing.assert_close(torch.func.vmap(loss)(scores), values)
+    torch.testing.assert_close(torch.func.grad(loss)(scores[1]), gradients[1])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(scores), gradients)
+    torch.testing.assert_close(torch.func.vmap(loss, 1)(scores.T), values)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.func.grad(lambda s: torch.func.grad(loss)(s).square().sum())(scores[0])

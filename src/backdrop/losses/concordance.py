@@ -25,7 +25,7 @@ from backdrop.losses._batches import (
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
-from backdrop.losses._pairs import Means, WithGradient
+from backdrop.losses._pairs import Means, with_gradient
 from backdrop.losses._soft_ranks import comparable, scaled, sigmoids, sorted_sums, spread_of, terms_for
 
 BLOCK = 64  # samples next to each other in time, all pairs of which are taken at once
@@ -122,8 +122,7 @@ def concordance_loss(
             value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill(broken, math.nan)
         return value / total, gradient / (total * temperature)
 
-    loss: Tensor = WithGradient.apply(hazards, mean)  # type: ignore[no-untyped-call]
-    return loss
+    return with_gradient(hazards, mean)
 
 
 def _order(times: Tensor, happened: Tensor) -> Tensor:
