@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from backdrop.distributed import Group
 from backdrop.losses._batches import LEAST, SingleClass, check_number, check_settings, wide
-from backdrop.losses._soft_ranks import NO_SECOND
+from backdrop.losses._soft_ranks import NO_SECOND, signed
 
 
 def nothing_to_compare(inputs: Tensor, single_class: SingleClass, what: str = "one class only") -> Tensor:
@@ -58,9 +58,16 @@ def once(gradient: Tensor, *inputs: Tensor) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+    @signed
+    def forward(gradient: Tensor, *inputs: Tensor) -> Tensor:
         return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
