@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, column
 from backdrop.experiments.task import Task
 
-__all__ = ["ENOUGH", "Configuration", "Estimate", "Results", "estimate", "is_finite", "paired"]
+__all__ = ["ENOUGH", "Configuration", "Estimate", "Results", "estimate", "is_finite", "last_value", "paired"]
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -55,6 +55,15 @@ class Estimate(NamedTuple):
 
 def is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
+
+
+def last_value(record: Record, metric: str) -> float | None:
+    """A metric at the end of a trial, or where a pruned one stopped."""
+    if is_finite(record.metrics.get(metric)):
+        return record.metrics[metric]
+    name = column(metric)
+    values = [row[name] for row in record.curve if is_finite(row.get(name))]
+    return values[-1] if values else None
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.curves import last_value
-from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite, last_value
 
 __all__ = [
     "GP_TABLE",

@@ -20,9 +20,8 @@ import backdrop
 from backdrop._core.files import put
 from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import exports, headline, tables, wording
-from backdrop.experiments.report.curves import curves
 from backdrop.experiments.report.drawing import Picture
-from backdrop.experiments.report.figures import pictures
+from backdrop.experiments.report.figures import curves, pictures
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.tables import Cell, Table
 from backdrop.experiments.study.archive import pack
