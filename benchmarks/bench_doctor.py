@@ -177,6 +177,8 @@ def main():
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
+    if arguments.only and arguments.json and arguments.json.exists():  # the other cases stay as they were
+        rows = [row for row in json.loads(arguments.json.read_text())["rows"] if row["case"] != arguments.only]
     for name in CASES:
         if arguments.only in (None, name):
             rows += examine(name, arguments.rounds)

@@ -23,7 +23,7 @@ STEPS = {
     "samples": (
         lambda: skip_blocked(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), Backdrop(0.9)), when="always"),
         (64, 16),
-        15,
+        13,
     ),
 }
 

@@ -103,7 +103,7 @@ def test_the_readme_quotes_what_skipping_saves():
 def test_the_page_on_losses_shows_the_measured_figures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     bench = runpy.run_path(str(ROOT / "benchmarks" / "bench_losses.py"))
-    page = (ROOT / "docs" / "losses.md").read_text()
+    page = (ROOT / "docs" / "losses" / "costs.md").read_text()
     figures = json.loads((ROOT / "benchmarks" / "results" / "losses-cpu.json").read_text())
     for row in figures["rows"]:
         cells = bench["cells"](row)
