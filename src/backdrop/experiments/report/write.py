@@ -70,7 +70,7 @@ def write_report(
     """
     if format not in FORMATS:
         raise ValueError(f"format has to be one of {', '.join(FORMATS)}, but got {format!r}")
-    folder, stem = _place(Path(out).expanduser(), format)
+    folder, stem = _where(Path(out).expanduser(), format)
     results = Results(task, records)
     if format == "json":
         if spec is None:
@@ -92,10 +92,12 @@ def write_report(
             elif not files:
                 raise ValueError(f"there is nothing to draw of study {study} yet: no trial has a result")
     folder.mkdir(parents=True, exist_ok=True)
-    return [_put(folder / name, content) for name, content in files.items()]
+    for name, content in files.items():
+        put(folder / name, content, "the report")
+    return [folder / name for name in files]
 
 
-def _place(out: Path, kind: str) -> tuple[Path, str]:
+def _where(out: Path, kind: str) -> tuple[Path, str]:
     """The folder, and what names of files begin with."""
     if out.is_dir():
         return out, "report"
@@ -111,11 +113,6 @@ def _place(out: Path, kind: str) -> tuple[Path, str]:
                 raise NotADirectoryError(f"{out} cannot be written: {path} is a file, not a folder")
             break
     return folder, stem
-
-
-def _put(path: Path, content: bytes) -> Path:
-    put(path, content, "the report")
-    return path
 
 
 @dataclass(frozen=True)
