@@ -89,11 +89,9 @@ def tiles(results: Results) -> list[Tile]:
     for title, c in (("without masks", control), ("with masks", best)):
         found = results.estimate(c)
         assert found is not None
-        detail = (
-            wording.label(c.settings, results.task.masks) if c is best else wording.label(c.settings, _others(results))
-        )
+        names = results.task.masks if c is best else _others(results)
+        detail = wording.label(c.settings, names) or wording.count(found.n, "seed")
         spread = "" if found.sd is None else wording.number(found.sd, digits)
-        detail = detail or wording.count(found.n, "seed")
         shown.append(Tile(title, wording.number(found.mean, digits), detail, spread))
     name, places = wording.metric_name(results.task.metric), gain_digits(results)
     ends = wording.interval(gain, places)
