@@ -148,10 +148,10 @@ def _page(
 ) -> Page:
     task, records = results.task, results.records
     is_gp = task.name == "gp" and not results.is_search
-    values: dict[str, dict[str, None]] = {name: {} for name in results.varied}
-    for c in results.configurations:
-        for name in results.varied:
-            values[name][wording.value(c.settings.get(name))] = None
+    values = {
+        name: dict.fromkeys(wording.value(c.settings.get(name)) for c in results.configurations)
+        for name in results.varied
+    }
     remarks = list(notes)
     if results.shared.get("judge") == "validation":
         remarks.append("Judged on validation data, held out from the training data; the test data was not used.")
