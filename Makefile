@@ -71,7 +71,7 @@ dist: $(VENV)/installed
 
 # The core with the oldest torch that is supported, in an environment that has little else.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
-CORE := test_functional.py test_layers.py test_schedules.py core/test_checks.py losses placement skip textures
+CORE := test_functional.py test_layers.py test_schedules.py core/test_checks.py losses placement graph skip textures
 LATER := random reasons
 
 oldest: .venv-core/installed

@@ -41,8 +41,8 @@ PARTS = {
         ["skip/*.py"],
         [
             *(f"skip/test_{name}.py" for name in ("samples", "windows", "statistics", "tiled_statistics", "tiles")),
-            *(f"skip/test_{name}.py" for name in ("source", "sources", "cost", "reasons", "functions", "compiled")),
-            "test_budget.py",
+            *(f"skip/test_{name}.py" for name in ("source", "sources", "reasons", "compiled")),
+            *(f"graph/test_{name}.py" for name in ("cost", "functions")),
         ],
     ),
 }
@@ -60,7 +60,7 @@ FIRST = {  # tests that are about one file, to be asked before the others
     "skip/statistics.py": "skip/test_statistics.py",
     "skip/sources.py": "skip/test_source.py",
     "skip/stream.py": "skip/test_source.py",
-    "skip/budget.py": "test_budget.py",
+    "skip/budget.py": "skip/test_tiles.py",
     "skip/report.py": "skip/test_reasons.py",
 }
 

@@ -53,12 +53,9 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 
 def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
     """The state that was saved for this trial of so many epochs, if there is one. Nothing in the file is run."""
-    try:
-        content = read(path)
-    except FileNotFoundError:
+    content = _content(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     head, _, payload = content.partition(b"\n")
     if head != HEAD + hashlib.sha256(payload).hexdigest().encode():
         raise Unusable(f"{path} is damaged: its checksum does not fit")
@@ -71,6 +68,16 @@ def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
         raise Unusable(f"{path} {problem}")
     result: dict[str, Any] = state
     return result
+
+
+def _content(path: Path) -> bytes | None:
+    """What is in a file, if it is there."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _problem(state: Any, key: str, epochs: int) -> str | None:
@@ -121,14 +128,13 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 def read_result(path: Path, key: str | None = None) -> dict[str, Any] | None:
     """What came of a trial, if it is done: of the one with this key, or by default of any."""
-    try:
-        found = json.loads(read(path))
-    except FileNotFoundError:
+    content = _content(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError):
-        raise Unusable(f"{path} is {'no JSON' if path.stat().st_size else 'empty'}") from None
+        raise Unusable(f"{path} is {'no JSON' if content else 'empty'}") from None
     problem = _result_problem(found)
     if problem:
         raise Unusable(f"{path} {problem}")
@@ -143,9 +149,8 @@ def _result_problem(found: Any) -> str | None:
     result = {name: value for name, value in found.items() if name != "checksum"}
     if "checksum" in found and found["checksum"] != _checksum(result):
         return "is damaged: its checksum does not fit"
-    kinds = (dict, dict, list, dict)
-    parts = (result["settings"], result["metrics"], result["curve"], result["machine"])
-    if not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
+    kinds = {"settings": dict, "metrics": dict, "curve": list, "machine": dict}
+    if not all(isinstance(result[name], kind) for name, kind in kinds.items()):
         return "has to hold settings, metrics, a curve and a machine"
     if result["key"] != trial_key(str(result["task"]), result["settings"]):
         return "has a key that does not fit its settings"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -122,8 +123,7 @@ class Display:
     def _with_own(self, records: Sequence[Record]) -> Iterator[Record]:
         for record in records:
             row = self.own.get(self.study.spec.key(record.settings)) if record.state == "running" else None
-            fields = {name: getattr(record, name) for name in ("key", "state", "settings")}
-            yield record if row is None else Record(**fields, progress=row)
+            yield record if row is None else replace(record, progress=row)
 
     def _tell(self, record: Record, records: Sequence[Record]) -> None:
         spec = self.study.spec

@@ -33,7 +33,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 def check_range(settings: Any, low: float, high: float, *names: str) -> None:
     """An error unless these settings, or all parts of them, lie in a range; none lies in any."""
     for name in names:
-        for part in _parts(settings, name):
+        for part in _values(settings, name):
             if part is not None and not low <= part <= high:
                 bound = f"at least {low:,}" if not part > high else f"at most {high:,}"
                 raise ValueError(f"setting {name} has to be {bound}, but got {as_text(getattr(settings, name))}")
@@ -42,11 +42,11 @@ def check_range(settings: Any, low: float, high: float, *names: str) -> None:
 def check_finite(settings: Any) -> None:
     """An error unless all numbers among the settings are finite."""
     for field in dataclasses.fields(settings):
-        if not all(math.isfinite(part) for part in _parts(settings, field.name) if isinstance(part, float)):
+        if not all(math.isfinite(part) for part in _values(settings, field.name) if isinstance(part, float)):
             raise ValueError(f"setting {field.name} has to be finite, but got {as_text(getattr(settings, field.name))}")
 
 
-def _parts(settings: Any, name: str) -> tuple[Any, ...]:
+def _values(settings: Any, name: str) -> tuple[Any, ...]:
     value = getattr(settings, name)
     return value if isinstance(value, tuple) else (value,)
 

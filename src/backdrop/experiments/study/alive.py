@@ -84,15 +84,17 @@ class Watch:
         self.clock = clock
         self.seen: dict[int, tuple[Any, float]] = {}
 
-    def is_lost(self, trial: int, worker: Mapping[str, Any] | None, beat: Any, claims: Sequence[Any] = ()) -> bool:
+    def is_lost(
+        self, trial: int, worker: Mapping[str, Any] | None, heartbeat: Any = None, claims: Sequence[Any] = ()
+    ) -> bool:
         """Whether a running trial has lost its worker, as far as can be known.
 
-        `beat` is the last sign of life. A worker that has not yet said that it has the trial is one of the `claims`.
+        A worker that has not yet said that it has the trial is one of the `claims`.
         """
         dead = is_dead(worker) if worker is not None else (bool(claims) and all(map(is_dead, claims))) or None
         if dead is not None:
             return dead
-        sign, now = (worker, beat), self.clock()
+        sign, now = (worker, heartbeat), self.clock()
         before, since = self.seen.setdefault(trial, (sign, now))
         if before != sign:
             self.seen[trial] = (sign, now)

@@ -41,7 +41,8 @@ __all__ = ["Study", "studies"]
 LOST, INTERRUPTED, DUPLICATE = "lost", "interrupted", "duplicate of"
 CLAIM = "claim "  # begins the name under which a worker says that it wants a trial
 CURVE = 200  # rows of a curve that are stored
-KINDS: dict[str, type] = {"key": str, "after": int, "settings": dict, "reason": str, "worker": dict, "beat": dict}
+HEARTBEAT = "beat"  # the name under which the last one is stored
+KINDS: dict[str, type] = {"key": str, "after": int, "settings": dict, "reason": str, "worker": dict, HEARTBEAT: dict}
 
 STATES: dict[str, State] = {
     "WAITING": "waiting",
@@ -141,7 +142,7 @@ class Study:
                 seen = trial.user_attrs
                 claims = [value for name, value in seen.items() if name.startswith(CLAIM)]
                 if trial.state.name == "RUNNING" and watch.is_lost(
-                    trial.number, seen.get("worker"), seen.get("beat"), claims
+                    trial.number, seen.get("worker"), seen.get(HEARTBEAT), claims
                 ):
                     self.close(trial.number, LOST)
         for key, attempts in self._attempts().items():
@@ -240,7 +241,7 @@ class Study:
                 curve=seen.get("curve", ()),
                 seconds=seen.get("seconds", 0.0),
                 machine=seen.get("machine", {}),
-                progress=seen.get("beat", {}) if state == "running" else {},
+                progress=seen.get(HEARTBEAT, {}) if state == "running" else {},
                 reason=seen.get("reason", "unknown") if state in ("failed", "pruned") else None,
             )
         )
