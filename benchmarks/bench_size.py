@@ -404,7 +404,7 @@ def show(figures, console):
             f"ResNet-18, {turns['side']}^2, tiles of {turns['tile']}: forward {turns['forward']:.2f} times a bare one "
             f"(goal 1.3), step {turns['step']:.2f} times the engine's without tiles (goal 1.1)"
         )
-    for row in figures["halos"]:
+    for row in figures.get("halos", ()):
         console.print(
             f"{row['network']}, {row['side']}^2, {row['memory']}: {row['work']:.2f} times the work of the image"
         )
@@ -442,6 +442,7 @@ def main():
     parser.add_argument("--most", type=int, default=10**12, help="no side above this")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--turns", action="store_true", help="tiles against no tiles on 2048 x 2048 alone")
+    parser.add_argument("--halos", action="store_true", help="the work of halos alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--again", type=Path)
@@ -459,7 +460,9 @@ def main():
         figures = {"machine": f"CPU, {torch.get_num_threads()} threads", "torch": torch.__version__, "rows": []}
         if arguments.json is not None and arguments.json.exists():  # cases that are measured now replace those there
             figures = {**json.loads(arguments.json.read_text()), **{k: figures[k] for k in ("machine", "torch")}}
-        known, wanted = figures["rows"], [] if arguments.turns else list(cases(arguments.long))
+        known, wanted = figures["rows"], list(cases(arguments.long))
+        if arguments.turns or arguments.halos:
+            wanted = []
         wanted = [case for case in wanted if arguments.only in f"{case.name}, {case.way}"]
         for case in (case for case in wanted if case.side <= arguments.most):
             with tempfile.TemporaryDirectory() as folder:
@@ -472,9 +475,10 @@ def main():
             figures |= {"rows": known, "slopes": slopes(known)}
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps(figures, indent=1))
-        if arguments.turns or not arguments.only:
+        if arguments.turns or not (arguments.halos or arguments.only):
             figures["turns"] = in_turns()
-        figures["halos"] = halos()
+        if arguments.halos or not (arguments.turns or arguments.only):
+            figures["halos"] = halos()
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(figures, indent=1))
     show(figures, console)

@@ -16,7 +16,7 @@ import matplotlib
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.colors import ListedColormap
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from torch import nn
 
 from backdrop import Backdrop

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backdrop._core.files import read, replace
+from backdrop.experiments.records import is_number
 from backdrop.experiments.task import trial_key
 
 __all__ = ["Unusable", "load", "read_result", "save", "save_weights", "write_log", "write_result"]
@@ -85,7 +86,7 @@ def _problem(state: Any, key: str, epochs: int) -> str | None:
         return f"has to hold a row of numbers for each of {epoch} epochs"
     if [row["epoch"] for row in curve] != list(range(1, epoch + 1)):
         return f"has to hold the epochs 1 to {epoch}"
-    if not (_is_number(state["seconds"]) and 0 <= state["seconds"] < math.inf):
+    if not (is_number(state["seconds"]) and 0 <= state["seconds"] < math.inf):
         return f"has to say how many seconds it took, but got {state['seconds']!r}"
     ranks = state["rng"]
     if not (isinstance(ranks, list) and ranks and all(map(_are_tensors, ranks)) and _are_tensors(state["generators"])):
@@ -94,12 +95,8 @@ def _problem(state: Any, key: str, epochs: int) -> str | None:
 
 
 def _is_row(row: Any) -> bool:
-    numbers = isinstance(row, dict) and all(isinstance(name, str) and _is_number(row[name]) for name in row)
+    numbers = isinstance(row, dict) and all(isinstance(name, str) and is_number(row[name]) for name in row)
     return numbers and all(name in row for name in ROW)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _are_tensors(values: Any) -> bool:
@@ -123,12 +120,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path, key: str | None = None) -> dict[str, Any] | None:
-    """What came of a trial, if it is done.
-
-    Args:
-        path: of the file.
-        key: of the trial; that of another is no result of this one. By default it may be of any.
-    """
+    """What came of a trial, if it is done: of the one with this key, or by default of any."""
     try:
         found = json.loads(read(path))
     except FileNotFoundError:
@@ -158,7 +150,7 @@ def _result_problem(found: Any) -> str | None:
     if result["key"] != trial_key(str(result["task"]), result["settings"]):
         return "has a key that does not fit its settings"
     numbers = [result["seconds"], *result["metrics"].values()]
-    if not all(map(_is_number, numbers)) or not all(map(_is_row, result["curve"])):
+    if not all(map(is_number, numbers)) or not all(map(_is_row, result["curve"])):
         return "has to hold numbers"
     return None
 

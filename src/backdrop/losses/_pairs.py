@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from backdrop.losses._batches import Batch, wide
+from backdrop.losses._loss import once
 from backdrop.losses._soft_ranks import (
-    NO_SECOND,
     comparable,
     full_precision,
     in_parts,
@@ -51,20 +51,8 @@ class WithGradient(torch.autograd.Function):
         gradient, scores = ctx.saved_tensors
         product = (grad * gradient).to(scores.dtype)
         if torch.is_grad_enabled():
-            product = _Once.apply(product, scores)  # type: ignore[no-untyped-call]
+            product = once(product, scores)
         return product, None
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that depends on the scores too, in a way that is not known here."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, scores: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError(NO_SECOND)
 
 
 class Kernel(NamedTuple):

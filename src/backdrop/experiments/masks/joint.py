@@ -43,12 +43,7 @@ FAILED = "failed because"  # the note of a failure that is a result
 
 @contextlib.contextmanager
 def opened(storage: str | Path | BaseStorage | None) -> Iterator[BaseStorage]:
-    """Opens a storage, if it is not an open one already.
-
-    Args:
-        storage: None for memory, the path of a journal file or of a folder for one, an address such as
-            sqlite:///x.db or postgresql://USER@HOST/DATABASE, or Optuna's own object.
-    """
+    """Opens a storage, as `tune_masks` takes it, if it is not an open one already."""
     import optuna
 
     from backdrop.experiments.study.storage import is_address, open_storage, quieten
@@ -91,15 +86,7 @@ def _database(address: str, tries: int = TRIES) -> RDBStorage:
 
 
 class Joint:
-    """A study that several processes work on.
-
-    Args:
-        study: Optuna's.
-        trials: how many, over all processes.
-        starts: parameters of the first trials.
-        seed: of the sampler.
-        pruner: instead of ours.
-    """
+    """A study that several processes work on: so many trials in all, the first with the parameters of `starts`."""
 
     def __init__(
         self,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from backdrop.experiments.records import counts
 from backdrop.experiments.report import wording
 from backdrop.experiments.report.statistics import ENOUGH, Configuration, Estimate, Results
 from backdrop.experiments.tasks import TASKS
 
-__all__ = ["Tile", "counts", "sentence", "tiles"]
-
-STATES = ("complete", "running", "waiting", "pruned", "failed")
+__all__ = ["Tile", "sentence", "tiles"]
 
 
 class Tile(NamedTuple):
@@ -20,11 +19,6 @@ class Tile(NamedTuple):
     number: str
     detail: str
     spread: str = ""
-
-
-def counts(results: Results) -> dict[str, int]:
-    """How many trials are in each state, as far as there are any."""
-    return {state: number for state in STATES if (number := results.count(state))}
 
 
 def leader(results: Results) -> Configuration | None:
@@ -39,7 +33,7 @@ def sentence(results: Results) -> str:
     if results.is_search:
         return _searched(results)
     if not results.measured:
-        told = ", ".join(f"{number} {state}" for state, number in counts(results).items())
+        told = ", ".join(f"{number} {state}" for state, number in counts(results.records).items() if number)
         return f"No trial has a result yet: {told}." if told else "There are no trials yet."
     name = wording.metric_name(results.task.metric)
     best = leader(results)

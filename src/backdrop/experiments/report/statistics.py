@@ -38,19 +38,11 @@ OFF: Mapping[str, Mapping[str, Any]] = {"gp": {"crop": None}}
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds.
-
-    Args:
-        mean: of the values.
-        sd: their standard deviation (n - 1), or None for one value.
-        low: lower end of the 95% bootstrap interval of the mean, or None for one value.
-        high: its upper end.
-        n: how many values.
-    """
+    """A mean over seeds; spread and interval are None for one value."""
 
     mean: float
-    sd: float | None
-    low: float | None
+    sd: float | None  # standard deviation (n - 1)
+    low: float | None  # ends of the 95% bootstrap interval of the mean
     high: float | None
     n: int
 

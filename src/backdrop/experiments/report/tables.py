@@ -64,19 +64,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells.
-
-    Args:
-        headings: one per column.
-        rows: as many cells each.
-        words: the first columns that hold words, not numbers.
-        note: how to read it.
-    """
+    """Rows of cells, one for each heading."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    words: int = 1
-    note: str = ""
+    words: int = 1  # the first columns that hold words, not numbers
+    note: str = ""  # how to read it
 
 
 def _estimate(found: Estimate | None, digits: int, *, signed: bool = False, best: bool = False) -> Cell:

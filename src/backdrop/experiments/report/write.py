@@ -18,7 +18,7 @@ from typing import Literal
 
 import backdrop
 from backdrop._core.files import put
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import exports, headline, tables, wording
 from backdrop.experiments.report.curves import curves
 from backdrop.experiments.report.drawing import Picture
@@ -169,7 +169,7 @@ def _page(
         study=study,
         lead=headline.sentence(results),
         tiles=headline.tiles(results),
-        counts=headline.counts(results),
+        counts={state: number for state, number in counts(records).items() if number},
         notes=remarks,
         figures=pictures(results),
         paper_table=tables.gp_table(results) if is_gp else None,

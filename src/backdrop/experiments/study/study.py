@@ -54,12 +54,7 @@ Attempts = list["FrozenTrial"]  # at one key, in order
 
 
 class Study:
-    """A study that is there. Several threads may use it.
-
-    Args:
-        storage: where it is.
-        name: of the study.
-    """
+    """A study that is there. Several threads may use it."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         import optuna
@@ -111,14 +106,9 @@ class Study:
         distributions: Mapping[str, BaseDistribution] | None = None,
         after: int = -1,
     ) -> None:
-        """Adds a trial for a worker to claim.
+        """Adds a trial for a worker to claim, an attempt at a key. Settings may be chosen when it is claimed.
 
-        Args:
-            key: what it is an attempt at.
-            settings: all of them; None if they are chosen when it is claimed.
-            params: what Optuna's own displays show.
-            distributions: of the params.
-            after: the number of the failed trial that this one is to replace, for rule 6.
+        Optuna's own displays show the params. `after` is the number of the failed trial that this replaces (rule 6).
         """
         from optuna.trial import TrialState, create_trial
 

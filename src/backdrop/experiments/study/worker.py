@@ -76,13 +76,8 @@ def work(
 ) -> None:
     """Works until no trial waits and, with `wait`, until none runs elsewhere whose worker may yet die.
 
-    Args:
-        study: to work on.
-        folder: of the study on this machine; trials have theirs in it.
-        options: how to run trials. The number of threads is the study's.
-        task: where the class of the task lies, if that is elsewhere than where the study was begun.
-        wait: for trials of other workers.
-        on_progress: is told the key of a trial and what was logged after an epoch; at its end None.
+    Trials have their folders in that of the study, and as many threads as the study says. `task` is what the user names
+    the task by; `on_progress` is told the key of a trial and what was logged after an epoch, and at its end None.
     """
     kind = study.spec.find_task(task)
     me, watch = alive.identity(), alive.Watch()
