@@ -342,7 +342,14 @@ def _needs(model: nn.Module, batch: Batch) -> tuple[str, float, str]:
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
 
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    whole = torch.cat([grad.double().flatten(1) for grad in map(_rows, gradients(order))], 1)
+    try:
+        first = gradients(order)
+    except TypeError as error:
+        raise TypeError(
+            f"loss could not be called with the model's output and the targets, of which batch has "
+            f"{len(batch.targets)}: {error}; batch has to be (inputs, *targets)"
+        ) from error
+    whole = torch.cat([grad.double().flatten(1) for grad in map(_rows, first)], 1)
     parts = torch.split(order, max(1, min(PART, n // 2)))
     try:
         each = [torch.cat([g.double().flatten(1) for g in map(_rows, gradients(rows))], 1) for rows in parts]
