@@ -75,7 +75,7 @@ def test_the_benchmark_page_shows_the_measured_figures(name):
 
 @pytest.mark.parametrize("name", ["skip-cpu", "skip-h200"])
 def test_the_page_on_skipping_shows_the_measured_figures(name):
-    page = (ROOT / "docs" / "skip.md").read_text()
+    page = (ROOT / "docs" / "skip" / "speed.md").read_text()
     figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     for row in figures["rows"]:
         case = row["case"].rsplit(", ", 1)[0]
