@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from backdrop import Backdrop, Backdrop2d, Skip, doctor, gradient_noise, insert
 from backdrop.losses import rank_statistic_loss, squared_hinge_auc_loss
 from backdrop.placement import sites
-from backdrop.placement.diagnosis import _needs, check_memory, random_batch
+from backdrop.placement.diagnosis import _fitting, _needs, check_memory, random_batch
 from backdrop.placement.sites import Way
 from backdrop.placement.steps import Batch, Reading, peak, take_turns
 
@@ -70,6 +70,15 @@ def test_sorted_labels_tell_nothing_about_the_loss():
     model, x, y = table()
     found = needs(model, x, y.sort()[0], lambda s, t: mse_loss(s[:, 0], t.float()))
     assert found[0] == "is a mean over samples"
+
+
+def test_fewer_samples_are_a_half_a_quarter_and_so_on():
+    model, x, y = table()
+    steps = Batch(x, (y,), first)
+    taken = peak(lambda: steps.first(2).without_loss().step(model), torch.device("cpu")) / 2
+    for times, rows in ((1000, 128), (70, 64), (40, 32), (0, 2)):
+        some, notes = _fitting(model, steps, int(2 * taken * times), torch.device("cpu"))
+        assert (some.rows, bool(notes)) == (rows, rows < 128)
 
 
 def test_samples_are_tried_for_losses_over_the_batch_alone():

@@ -307,7 +307,9 @@ def _fitting(model: nn.Module, given: Batch, room: int, device: torch.device) ->
     (reading,) = take_turns({"one": lambda: one.step(model)}, device, 1).values()
     each_seconds, each_bytes = reading.seconds / one.rows, reading.memory / one.rows
     fits = min(given.rows, int(30 / max(each_seconds, 1e-9)), int(room / 2 / max(each_bytes, 1)))
-    rows = max(one.rows, fits)
+    rows = given.rows
+    while rows > max(one.rows, fits):  # by halves, for losses whose samples come in pairs
+        rows = max(one.rows, rows // 2)
     if rows == given.rows:
         return given, []
     return given.first(rows), [f"measured with {rows} of {given.rows} samples, so that steps are short and fit"]
