@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from backdrop.losses._batches import Batch, wide
+from backdrop.losses._loss import once
 from backdrop.losses._soft_ranks import (
-    NO_SECOND,
     comparable,
     full_precision,
     in_parts,
@@ -57,7 +57,7 @@ class WithGradient(torch.autograd.Function):
         gradient, scores = ctx.saved_tensors
         product = (grad * gradient).to(scores.dtype)
         if torch.is_grad_enabled():
-            product = _Once.apply(product, scores)  # type: ignore[no-untyped-call]
+            product = once(product, scores)
         return product, None
 
 
@@ -79,32 +79,12 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
         gradient, scores = ctx.saved_tensors
-        product: Tensor = _Once.apply((grad * gradient).to(scores.dtype), scores)  # type: ignore[no-untyped-call]
-        return product, None
+        return once((grad * gradient).to(scores.dtype), scores), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], scores: Tensor, compute: Callable[[Tensor], Means]) -> Any:
         found = [_Transformed.apply(each, compute) for each in scores.movedim(dims[0], 0)]  # type: ignore[no-untyped-call]
         return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
-
-
-class _Once(torch.autograd.Function):
-    """A gradient that depends on the scores too, in a way that is not known here."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @signed
-    def forward(gradient: Tensor, scores: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError(NO_SECOND)
 
 
 class Kernel(NamedTuple):
