@@ -9,9 +9,7 @@ the p of the paper's latent task.
 """
 
 import copy
-import json
 import math
-import platform
 import statistics
 from functools import partial
 
@@ -252,15 +250,13 @@ def measure_trunk(rounds):
 
 
 def run(arguments):
-    rows = []
+    from bench_skip import earlier, write
+
+    found = earlier(arguments)
 
     def keep(row):
-        rows.append(row)
-        if arguments.json:
-            versions = {"torch": torch.__version__, "python": platform.python_version()}
-            arguments.json.write_text(
-                json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
-            )
+        found[row["case"]] = row
+        write(list(found.values()), arguments)
 
     def wanted(name):
         return arguments.only is None or arguments.only in name
@@ -274,7 +270,7 @@ def run(arguments):
             keep(row)
     if wanted("two masks"):
         keep(measure_trunk(arguments.rounds))
-    show(rows)
+    show(list(found.values()))
 
 
 def show(rows):
