@@ -252,9 +252,14 @@ def cells(row):
     ]
 
 
-def markdown(headings, lines):
-    ruler = ["---", *["---:"] * (len(headings) - 1)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, ruler, *lines)).replace("| --- |", "|---|")
+def put(arguments, lines):
+    """A table between the markers of the page that have the name of the file."""
+    if arguments.markdown:
+        name = arguments.again.stem
+        ruler = "|".join(["---", *("---" if heading == "last step" else "---:" for heading in lines[0][1:])])
+        text = [f"| {' | '.join(line)} |" for line in lines]
+        markers = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        put_between_markers(arguments.markdown, "\n".join([text[0], f"|{ruler}|", *text[1:], ""]), markers)
 
 
 WAYS = {"plain": "plain masks", "checkpoint": "checkpoint", "gradcache": "GradCache", "skip": "Skip"}
@@ -324,9 +329,8 @@ def main():
     show(rows)
     if arguments.plot:
         draw(rows, arguments.plot)
-    if arguments.again and arguments.markdown:
-        markers = f"<!-- {arguments.again.stem} -->", f"<!-- end of {arguments.again.stem} -->"
-        put_between_markers(arguments.markdown, markdown(COLUMNS, map(cells, rows)), markers)
+    if arguments.again:
+        put(arguments, [COLUMNS, *map(cells, rows)])
 
 
 def run(arguments):
