@@ -155,6 +155,13 @@ def name_of(node: fx.Node) -> str:
     return f"{path}.{called}" if path else called
 
 
+def input_of(node: fx.Node) -> fx.Node:
+    """What a call is about: what it normalises, or takes the mean of."""
+    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    assert isinstance(found, fx.Node)
+    return found
+
+
 def owner_of(node: fx.Node) -> tuple[str, str]:
     """The dotted path and the class of the innermost module that makes a call."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())

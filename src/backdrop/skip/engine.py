@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from backdrop._core.draw import is_zero
 from backdrop._core.marks import layer_of
+from backdrop._source import Source
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.inserted import mask_tensors
@@ -109,7 +110,9 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
+        unread: list[Unread] = []
+        if any(isinstance(value, Source) for value in tree_leaves((args, kwargs))):
+            (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
         reason = self._plain_because(masks, bool(unread))
         if reason is not None:
             self._check_plain(reason)
