@@ -87,7 +87,7 @@ def cases(long):
         yield Case("rank statistic, rows", "parts", side, 0.99, more="gradient")
         yield Case("rank statistic, rows", "plain", side, 0.99)
     for way, p in (("tiles", 0.0), ("tiles", 0.99), ("tiles", 0.999), ("lightstream", 0.0), ("plain", 0.0)):
-        yield Case("against lightstream: ResNet-18, layer3", way, 1280, p, tile=432 if way == "tiles" else 0)
+        yield Case("against lightstream: ResNet-18, layer3", way, 1280, p, tile=640 if way == "tiles" else 0)
 
 
 # Networks.
@@ -407,6 +407,9 @@ RATIOS = {  # memory of a way over that of plain, at most
 }
 
 
+SMALL = {(name, side) for name, _, side in RATIOS}  # rows for these alone
+
+
 def ratios(rows):
     """Memory and time over those of plain, and the goal for memory."""
     known = {(row["name"], row["way"], row["side"]): row for row in rows if "gib" in row}
@@ -545,8 +548,7 @@ def block(figures):
     said += ["| network | way | memory | time |", "|---|---|---:|---:|"]
     for row in figures["slopes"]:
         way, _, more = row["way"].partition(" ")
-        way = WAYS[way] + (", chosen by gradients" if more else "")
-        said.append(f"| {row['name']} | {way} | {row['gib']:.2f} | {row['seconds']:.2f} |")
+        said.append(f"| {row['name']} | {_label(way, more)} | {row['gib']:.2f} | {row['seconds']:.2f} |")
     said += ["", "Over a plain step:", "", "| network | way | memory | goal | time |", "|---|---|---:|---:|---:|"]
     for row in figures["ratios"]:
         name = f"{row['name']}, {row['side']}"
@@ -566,26 +568,40 @@ def block(figures):
     return f"<!-- size -->\n\n{figures['machine']}, torch {figures['torch']}:\n\n{table}\n\n<!-- end of size -->"
 
 
+def _label(way, more):
+    return WAYS[way] + (", chosen by gradients" if more else "")
+
+
 def plot(figures, path):
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    shown = [row["name"] for row in figures["rows"] if not row["name"].startswith("against")]
+    rows = [r for r in figures["rows"] if not r["name"].startswith("against") and (r["name"], r["side"]) not in SMALL]
+    shown = [row["name"] for row in rows]
     names = [name for name in dict.fromkeys(shown) if shown.count(name) > 3]
     _, axes = plt.subplots(2, len(names), figsize=(3.4 * len(names), 6), squeeze=False)
     for i, name in enumerate(names):
         for key, axis in zip(("gib", "seconds"), axes[:, i], strict=True):
-            for way in dict.fromkeys((r["way"], r["more"]) for r in figures["rows"] if r["name"] == name):
-                own = [r for r in figures["rows"] if (r["name"], r["way"], r["more"]) == (name, *way)]
+            for way in dict.fromkeys((r["way"], r["more"]) for r in rows if r["name"] == name):
+                own = [r for r in rows if (r["name"], r["way"], r["more"]) == (name, *way)]
                 points = sorted((r["side"], r[key]) for r in own if "gib" in r)
-                axis.loglog(*zip(*points, strict=True), "o-", label=" ".join(filter(None, way))) if points else None
+                axis.loglog(*zip(*points, strict=True), "o-", label=_label(*way)) if points else None
                 failed = [r["side"] for r in own if "failed" in r]
                 if failed and points:
                     axis.axvline(min(failed), ls=":", color="grey", lw=1)
             axis.set(xlabel="rows" if "rows" in name else "side", ylabel="GiB" if key == "gib" else "seconds")
             axis.grid(alpha=0.3)
+            low, high = axis.get_ylim()
+            axis.set_ylim(low / max(1.0, 10 * low / high) ** 0.5, high * max(1.0, 10 * low / high) ** 0.5)
+            sides = sorted({r["side"] for r in rows if r["name"] == name})
+            axis.set_xticks(sides, [f"{side // 10**6}M" if side >= 10**6 else f"{side:,}" for side in sides])
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
         axes[0, i].set_title(name, fontsize=9)
         axes[0, i].legend(fontsize=7)
     plt.tight_layout()

@@ -87,11 +87,12 @@ def main() -> None:
                 loss.backward()
                 optimiser.step()
             took = (time.perf_counter() - start) / STEPS
+            report = str(model.skip_report)
             model.eval()
             with torch.no_grad():  # in parts, too
                 found = area(model(fresh).flatten(), fresh_labels)
             print(f"{choose}: loss {loss.item():.4f}, ROC AUC of new rows {found:.4f}, {took:.2f} s a step")
-            print(model.skip_report)
+            print(report)
         print(f"the most memory beyond what was there before: {peak() - before:.2f} GiB")
 
 

@@ -56,6 +56,16 @@ def test_the_benchmark_page_opens_with_all_of_them(monkeypatch):
     )
 
 
+def test_the_page_on_large_images_shows_the_measured_figures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench_size = pytest.importorskip("bench_size", reason="it needs the extra experiments")
+    figures = json.loads((ROOT / "benchmarks" / "results" / "size-cpu.json").read_text())
+    page = (ROOT / "docs" / "large.md").read_text()
+    assert bench_size.block(figures) in page
+    assert figures["slopes"] == bench_size.slopes(figures["rows"])
+    assert figures["ratios"] == bench_size.ratios(figures["rows"])
+
+
 @pytest.mark.parametrize("name", ["layer-cpu", "layer-h200"])
 def test_the_benchmark_page_shows_the_measured_figures(name):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
