@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
+from backdrop import Backdrop, Backdrop2d, Skip, insert, remove, skip_blocked
 from backdrop.skip import saved
 
 pytestmark = [  # torch's own, while it captures
@@ -152,6 +152,10 @@ def test_hooks_on_parameters_are_copied():
     same(plain, fast, table())
     assert plain.body.calls == fast.body.calls == 2
     assert skips(fast)
+    for made in (masked := insert(HooksItsWeights(), {"a": Backdrop(0.5)}), remove(masked)):
+        made(table()).sum().backward()
+        assert made.calls == 1
+        assert made.b.weight.grad.abs().max() == 1
 
 
 class Doubled(Backdrop):

@@ -6,6 +6,8 @@ keys of `state_dict` stay as they were. `placement.insert` puts masks in; `skip`
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,3 +135,18 @@ def unhook(module: nn.Module) -> None:
     """Take the hook away; the mask stays a child."""
     for key in [key for key, hook in module._forward_hooks.items() if hook in HOOKS]:
         del module._forward_hooks[key]
+
+
+def copy_hooks(model: nn.Module, made: nn.Module, memo: dict[int, Any]) -> None:
+    """Give the parameters of a deep copy, made with this memo, the hooks that torch's copies leave behind."""
+    for given, copied in zip(model.parameters(), made.parameters(), strict=True):
+        if copied is given:  # by a __deepcopy__ of somebody's own
+            continue
+        both: tuple[tuple[Callable[..., Any], Any], ...] = (
+            (copied.register_hook, given._backward_hooks),
+            (copied.register_post_accumulate_grad_hook, getattr(given, "_post_accumulate_grad_hooks", None)),
+        )
+        for register, hooks in both:
+            for hook in (hooks or {}).values():
+                of = memo.get(id(hook.__self__)) if isinstance(hook, types.MethodType) else None
+                register(hook if of is None else types.MethodType(hook.__func__, of))  # of the model: of the copy

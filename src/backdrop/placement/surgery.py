@@ -21,13 +21,14 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backdrop._core import marks
 from backdrop._core.checks import nearest
-from backdrop.graph.inserted import NAME, inserted_mask, mask_and_copy_output, unhook
+from backdrop.graph.inserted import NAME, copy_hooks, inserted_mask, mask_and_copy_output, unhook
 from backdrop.graph.look import check_input_shape, check_model
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
 from backdrop.placement.fields import follow
@@ -86,7 +87,9 @@ def insert(
     for name, mask in masks.items():
         _check(model, name, mask, names)
     # The layers that are given are put in as they are, also if the model holds one of them already.
-    result = copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(model, memo)
+    copy_hooks(model, result, memo)
     for name, mask in masks.items():
         assert isinstance(mask, Backdrop)
         _put(result.get_submodule(name), mask)
@@ -99,7 +102,9 @@ def remove(model: nn.Module) -> nn.Module:
     Masks that the model's own code calls stay; set their p to 0 to switch them off.
     """
     check_model(model)
-    result = copy.deepcopy(model)
+    memo: dict[int, Any] = {}
+    result = copy.deepcopy(model, memo)
+    copy_hooks(model, result, memo)
     found = False
     for module in list(result.modules()):
         appended = type(module).forward is nn.Sequential.forward and isinstance(module._modules.get(NAME), Backdrop)

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
-from backdrop.graph.inserted import apply_mask
+from backdrop.graph.inserted import apply_mask, copy_hooks
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.skip.budget import Memory, TileSize, check_memory, check_tile
@@ -160,22 +159,8 @@ def _copied(model: nn.Module) -> nn.Module:
     pairs = zip(model.named_parameters(), made.parameters(), strict=True)
     if any(given.is_leaf and not copied.is_leaf for (_, given), copied in pairs):  # torch's copies of scripted modules
         raise ValueError(_cannot_copy(model, "its copy has parameters that get no gradient"))
-    for given, copied in zip(model.parameters(), made.parameters(), strict=True):
-        _hook_alike(given, copied, memo)
+    copy_hooks(model, made, memo)
     return made
-
-
-def _hook_alike(given: Tensor, copied: Tensor, memo: dict[int, Any]) -> None:
-    """Hooks on a parameter change its gradient, but torch's copies leave them behind."""
-    if copied is given:  # by a __deepcopy__ of somebody's own
-        return
-    both: tuple[tuple[Callable[..., Any], Any], ...] = (
-        (copied.register_hook, given._backward_hooks),
-        (copied.register_post_accumulate_grad_hook, getattr(given, "_post_accumulate_grad_hooks", None)),
-    )
-    for register, hooks in both:
-        for hook in (hooks or {}).values():
-            register(copy.deepcopy(hook, memo))  # a method of the model is one of the copy's
 
 
 def _made_anew(model: nn.Module) -> dict[int, Any]:
