@@ -2,38 +2,136 @@
 
     backdrop report gp-paper --claims results/claims.py:table
 
-Every claim comes down to a number per seed that has to be above 0, such as a difference between two configurations.
-"yes" and "no" are for means whose 95% interval leaves no other answer; everything else is "not clear". What is said of
-every batch size and holds for some of them is "partly" so.
+Every claim comes down to a number per seed, its *effect*, such as a difference between two configurations, that is
+above 0 where the claim is true. One rule makes the verdict of the 95% t interval of the mean effect:
+
+| the interval lies | verdict |
+|---|---|
+| above 0, and what the paper says is in it or below it, or the paper gives no number | held |
+| above 0, and below what the paper says | smaller |
+| around 0 | open |
+| below 0 | did not hold |
+
+What is said of every batch size is judged at each, with intervals that are wider by so many (Bonferroni), and its
+verdict is that of the weakest. With fewer than five seeds all is open. For what is open, `decides` says how many seeds
+would decide it if mean and spread stayed as they are.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.statistics import Configuration, Estimate, Results, estimate, paired
+from backdrop.experiments.report.statistics import ENOUGH, Configuration, Estimate, Results, estimate, paired
 from backdrop.experiments.report.tables import Cell, Table
 
 Effects = Mapping[Any, float]  # a number per seed
 
+HELD, SMALLER, OPEN, NOT = VERDICTS = ("held", "smaller", "open", "did not hold")
+WEAKEST = (NOT, OPEN, SMALLER, HELD)
+LEVEL = 0.95
+MOST = 1000  # seeds; an effect that would take more is as good as none
+
 
 class Claim(NamedTuple):
-    """A sentence of the paper, its numbers, ours, and whether these agree: yes, partly, no, not clear, not measured."""
+    """A sentence of the paper, its numbers, ours, and what becomes of it.
+
+    Args:
+        claim: the sentence.
+        paper: its numbers.
+        here: ours.
+        verdict: one of `VERDICTS`, or "not measured".
+        decides: how many seeds would decide what is open; more than `MOST` for none within reason.
+        parts: the effects that were judged, each with the paper's amount.
+    """
 
     claim: str
     paper: str
     here: str = "\N{EN DASH}"
     verdict: str = "not measured"
+    decides: int | None = None
+    parts: tuple[tuple[Estimate, float | None], ...] = ()
+
+    @property
+    def is_less(self) -> bool:
+        """Whether the effect is surely less than in the paper, wherever it lies else."""
+        return any(amount is not None and t_interval(found).beyond(amount) is False for found, amount in self.parts)
+
+    def among(self, many: int) -> str:
+        """The verdict with intervals that are as wide as so many claims at once ask for (Bonferroni)."""
+        return _verdict(self.parts, 1 - (1 - LEVEL) / many) if self.parts else self.verdict
+
+
+def t_cdf(t: float, df: int) -> float:
+    """Of Student's t with a whole number of degrees of freedom: the finite sums of Abramowitz and Stegun 26.7.3-4."""
+    angle = math.atan(t / math.sqrt(df))
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = df % 2
+    term = math.cos(angle) if odd else 1.0
+    total = term if df > 1 else 0.0
+    for k in range(2 + odd, df - 1, 2):
+        term *= square * (k - 1) / k
+        total += term
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return (1 + inside) / 2
+
+
+@functools.cache
+def t_quantile(level: float, df: int) -> float:
+    """So that the mean of df + 1 normal values lies so many standard errors or less away at this level."""
+    low, high = 0.0, 1.0
+    while t_cdf(high, df) < (1 + level) / 2:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, df) < (1 + level) / 2 else (low, middle)
+    return high
+
+
+def t_interval(found: Estimate, level: float = LEVEL) -> Estimate:
+    """The same mean with its t interval in place of the bootstrap's."""
+    if found.sd is None:
+        return found
+    half = t_quantile(level, found.n - 1) * found.sd / math.sqrt(found.n)
+    return found._replace(low=found.mean - half, high=found.mean + half)
+
+
+def _verdict(parts: Sequence[tuple[Estimate, float | None]], level: float = LEVEL) -> str:
+    """Of one effect, or of the weakest of many that all have to be there."""
+    return min((_one(*part, 1 - (1 - level) / len(parts)) for part in parts), key=WEAKEST.index)
+
+
+def _one(found: Estimate, amount: float | None, level: float) -> str:
+    found = t_interval(found, level)
+    above, less = found.beyond(), amount is not None and found.beyond(amount) is False
+    return OPEN if above is None else NOT if not above else SMALLER if less else HELD
+
+
+def _seeds(parts: Sequence[tuple[Estimate, float | None]]) -> int:
+    """How many would decide, if means and standard deviations stayed as they are; `MOST` + 1 for more than that."""
+    low, high = max(ENOUGH, min(found.n for found, _ in parts)), MOST + 1
+    while low < high:
+        middle = (low + high) // 2
+        if _verdict([(found._replace(n=middle), amount) for found, amount in parts]) == OPEN:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def told(found: Estimate, unit: str, digits: int) -> str:
-    """A mean, its standard deviation, its interval and the number of seeds."""
-    ends, seeds = wording.interval(found, digits), wording.count(found.n, "seed")
+    """A mean, its standard deviation, its t interval and the bootstrap's, and the number of seeds."""
+    ends, seeds = wording.interval(t_interval(found), digits), wording.count(found.n, "seed")
     number = f"{wording.plus_minus(found, digits)} {unit}".strip()
-    return f"{number} ({f'{ends}, ' if ends else ''}{seeds})"
+    return f"{number} ({f'{ends}, bootstrap {wording.interval(found, digits)}, ' if ends else ''}{seeds})"
+
+
+def settled(claim: str, paper: str, here: str, parts: Sequence[tuple[Estimate, float | None]]) -> Claim:
+    verdict = _verdict(parts)
+    return Claim(claim, paper, here, verdict, _seeds(parts) if verdict == OPEN else None, tuple(parts))
 
 
 def judge(
@@ -45,7 +143,7 @@ def judge(
     digits: int = 1,
     amount: float | None = None,
 ) -> Claim:
-    """A claim that holds where the mean effect is above 0, and partly where it is surely less than the paper says.
+    """A claim of one effect.
 
     Args:
         claim: the sentence.
@@ -59,10 +157,7 @@ def judge(
     found = estimate(effects.values())
     if found is None:
         return Claim(claim, paper)
-    verdict = {True: "yes", False: "no", None: "not clear"}[found.beyond()]
-    if verdict == "yes" and amount is not None and found.beyond(amount) is False:
-        verdict = "partly"
-    return Claim(claim, paper, here.replace("{}", told(found, unit, digits)), verdict)
+    return settled(claim, paper, here.replace("{}", told(found, unit, digits)), [(found, amount)])
 
 
 def values(configuration: Configuration | None, metric: str) -> Effects:
@@ -104,10 +199,15 @@ def named(results: Results, configuration: Configuration | None) -> str:
     return wording.label(configuration.settings, [*others, *results.task.masks])
 
 
-def leading(results: Results, best: Configuration, name: str, digits: int = 1) -> str:
-    """Which configuration has the best mean, and what it is."""
-    found = results.estimate(best)
-    return f"best mean: {name} ({wording.plus_minus(found, digits)}, n = {found.n})" if found else ""
+def ahead(
+    results: Results, configurations: Iterable[Configuration], others: Iterable[Configuration]
+) -> tuple[Effects, Configuration | None, Configuration | None]:
+    """By how much the best of some is better than the best of others, and which these are."""
+    best, other = results.best(configurations), results.best(others)
+    sign = 1 if results.task.maximize else -1
+    metric = results.task.metric
+    effects = paired(values(best, metric), values(other, metric), lambda value, its: sign * (value - its))
+    return effects, best, other
 
 
 class Size(NamedTuple):
@@ -138,18 +238,15 @@ def everywhere(claim: str, paper: str, effects: Mapping[int, Effects], digits: i
     gains = {size: found for size, effect in effects.items() if (found := estimate(effect.values()))}
     if not gains:
         return Claim(claim, paper)
-    signs = {size: gain.beyond() for size, gain in gains.items()}
-    words = {True: "better", False: "worse", None: "not clear"}
-    means = {size: f"{size} ({wording.plus_minus(gain, digits, signed=True)})" for size, gain in gains.items()}
-    here = "; ".join(
-        f"{word} at {', '.join(means[size] for size, found in signs.items() if found is sign)}"
-        for sign, word in words.items()
-        if sign in signs.values()
-    )
-    here += f"; {wording.count(min(gain.n for gain in gains.values()), 'seed')}"
-    if True in signs.values():
-        return Claim(claim, paper, here, "yes" if all(signs.values()) else "partly")
-    return Claim(claim, paper, here, "no" if False in signs.values() else "not clear")
+    level = 1 - (1 - LEVEL) / len(gains)
+    shown = [
+        f"{size}: {wording.number(gain.mean, digits, signed=True)} "
+        f"({wording.interval(t_interval(gain, level), digits)})"
+        for size, gain in gains.items()
+    ]
+    seeds = wording.count(min(gain.n for gain in gains.values()), "seed")
+    here = f"{'; '.join(shown)}; {seeds}, intervals for {len(gains)} at once"
+    return settled(claim, paper, here, [(gain, None) for gain in gains.values()])
 
 
 def ends(sizes: Mapping[int, Size]) -> tuple[int, int] | None:
@@ -242,13 +339,14 @@ def ponce_claims(results: Results) -> list[Claim]:
     more = paired(gains[most], gains[least]) if ends(sizes) else {}
     claims.append(judge(claim, IN_WORDS, more, f"the gain at {most} exceeds that at {least} by {{}}"))
 
-    claim, best = "Best are small batches with a high p.", results.best(results.measured)
-    p = sorted({c.settings.get("p", 0.0) for c in results.measured})
-    if best is None or not ends(sizes) or len(p) < 2:
+    claim, p = "Best are small batches with a high p.", sorted({c.settings.get("p", 0.0) for c in results.measured})
+    if not ends(sizes) or len(p) < 2:
         return [*claims, Claim(claim, IN_WORDS)]
-    small = best.settings["batch_size"] <= sorted(sizes)[(len(sizes) - 1) // 2]
-    agrees = small and best.settings.get("p", 0.0) >= p[len(p) // 2]
-    return [*claims, Claim(claim, IN_WORDS, leading(results, best, named(results, best)), "yes" if agrees else "no")]
+    most, high = sorted(sizes)[(len(sizes) - 1) // 2], p[len(p) // 2]
+    named_so = [c for c in results.measured if c.settings["batch_size"] <= most and c.settings.get("p", 0.0) >= high]
+    effects, best, other = ahead(results, named_so, [c for c in results.measured if c not in named_so])
+    here = f"{named(results, best)} is ahead of {named(results, other)} by {{}}"
+    return [*claims, judge(claim, IN_WORDS, effects, here)]
 
 
 def cifar10_claims(results: Results) -> list[Claim]:
@@ -260,20 +358,11 @@ def cifar10_claims(results: Results) -> list[Claim]:
     best = falls[most] if most else {}
     here = f"by up to {{}} with {named(results, most)}"
     claims = [judge("Masks lower the test loss.", "by up to 40%", best, here, "percent", amount=40)]
-    claim = "Gains in accuracy are small, some not significant."
     gains = [gain for c in masked if (gain := results.difference(c, "accuracy")) is not None]
-    if gains:
-        low, high = (wording.number(end(g.mean for g in gains), 1, signed=True) for end in (min, max))
-        signs = [gain.beyond() for gain in gains]
-        better, worse = signs.count(True), signs.count(False)
-        seeds = wording.count(min(gain.n for gain in gains), "seed")
-        here = (
-            f"{low} to {high} points; of {len(gains)} configurations {better} are surely better, {worse} worse; {seeds}"
-        )
-        agrees = 0 < better < len(gains) and not worse
-        claims.append(Claim(claim, IN_WORDS, here, "yes" if agrees else "no" if better or worse else "not clear"))
-    else:
-        claims.append(Claim(claim, IN_WORDS))
+    low, high = (wording.number(end((g.mean for g in gains), default=0.0), 1, signed=True) for end in (min, max))
+    mean = averaged(changes(results, c, "accuracy") for c in masked)
+    here = f"by {{}} on average over {wording.count(len(gains), 'mask')}, singly by {low} to {high}"
+    claims.append(judge("Masks gain a little accuracy.", "small, some not significant", mean, here))
     least, largest = ends(sizes) or (min(sizes, default=0), 0)
     more = paired(falls[sizes[least].best], falls[sizes[largest].best]) if ends(sizes) else {}
     below = results.best(c for c in sizes[least].masked if c is not sizes[least].highest) if sizes else None
@@ -367,12 +456,14 @@ def latent_claims(results: Results) -> list[Claim]:
             "percentage points",
         ),
     ]
-    claim, paper = "The best has both masks.", "(0.94, 0.97) at batch size 2048"
-    if best is None or not (only_x or only_d) or len(only_x + only_d) == len(masked):
-        return [*claims, Claim(claim, paper)]
-    pair = f"({wording.value(best.settings['p_x'])}, {wording.value(best.settings['p_d'])}) at {most}"
-    both = bool(best.settings["p_x"] and best.settings["p_d"])
-    return [*claims, Claim(claim, paper, leading(results, best, pair, 2), "yes" if both else "no")]
+    both = [c for c in masked if c not in (*only_x, *only_d)]
+    effects, first, other = ahead(results, both, [c for c in results.measured if c not in both])
+    here = f"{named(results, first)} is ahead of {named(results, other)} by {{}}" if effects else ""
+    alone = only_x or only_d
+    return [
+        *claims,
+        judge("The best has both masks.", "(0.94, 0.97) at batch size 2048", effects if alone else {}, here, "in loss"),
+    ]
 
 
 CLAIMS: Mapping[str, Callable[[Results], list[Claim]]] = {
@@ -389,5 +480,5 @@ def table(results: Results) -> Table | None:
     if results.task.name not in CLAIMS or results.is_search:
         return None
     rows = [[Cell(c.claim), Cell(c.paper), Cell(c.here), Cell(c.verdict)] for c in CLAIMS[results.task.name](results)]
-    note = "In brackets: 95% bootstrap interval over seeds. The verdict is clear only if the interval excludes 0."
-    return Table(["claim", "the paper", "here", "agrees"], rows, 4, note)
+    note = "In brackets: 95% t interval over seeds, by which the verdict is given, and that of the bootstrap."
+    return Table(["claim", "the paper", "here", "verdict"], rows, 4, note)

@@ -1,4 +1,4 @@
-"""Makes tables, pictures and the head of docs/results.md from the trials: `python results/make.py`.
+"""Makes the tables and pictures of docs/results.md and its pages from the trials: `python results/make.py`.
 
 `TASK/trials.json` is a study, `TASK/choice.json` the one on validation data by which learning rates were chosen, and
 others go further. All are as `backdrop report STUDY --format json` writes them; what is beside them is made here.
@@ -23,6 +23,7 @@ from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
+PAGES = [PAGE, *sorted((ROOT / "docs" / "results").glob("*.md"))]
 IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
 SCALES = {"accuracy": 1, "small": 1, "large": 1}
@@ -52,7 +53,6 @@ MOVED = {  # searches, and the setting whose best value moves with p
     "gp, small": ("gp", "small-choice", {}, "lr"),
     "cifar10, batches of 16": ("cifar10", "choice", {"batch_size": 16, "lr": 0.0003}, "epochs"),
 }
-VERDICTS = {"yes": "**reproduced**", "partly": "**partly**", "no": "**not**", "not clear": "**not**: within the noise"}
 
 
 def study(task, name="trials"):
@@ -70,15 +70,48 @@ def change(found, digits):
     return f"{wording.number(found.mean, digits, signed=True)} [{wording.interval(found, digits)}]"
 
 
-def claims_table():
-    """A row per claim of the paper."""
-    rows = []
-    for name, task in TASKS.items():
-        where = f"[{name}](#{name})"
-        for claim in claims.CLAIMS[name](Results(task, study(name).records())):
-            verdict = VERDICTS.get(claim.verdict, claim.verdict)
-            rows.append([where, claim.claim, claim.paper, claim.here, verdict])
-    return table(["where", "claim", "the paper", "here", "verdict"], rows, words=5)
+def judged():
+    """By task, what becomes of each claim of the paper."""
+    return {name: claims.CLAIMS[name](Results(task, study(name).records())) for name, task in TASKS.items()}
+
+
+def verdict(claim, many):
+    """In bold where it stands with intervals for all claims at once as well."""
+    word = f"**{claim.verdict}**" if claim.among(many) == claim.verdict != claims.OPEN else claim.verdict
+    less = ", but surely less than the paper's" if claim.verdict == claims.OPEN and claim.is_less else ""
+    return word + less
+
+
+def decides(claim):
+    if claim.decides is None:
+        return ""
+    return f"{claim.decides}" if claim.decides <= claims.MOST else f"over {claims.MOST}"
+
+
+def claims_table(found, many):
+    """A row per claim of the paper about a task."""
+    rows = [[each.claim, each.paper, each.here, verdict(each, many), decides(each)] for each in found]
+    return table(["claim", "the paper", "here", "verdict", "seeds that would decide"], rows, words=4)
+
+
+def verdicts(found):
+    """How many claims of each task held, and how many of these stand with intervals for all at once."""
+    many, rows = sum(map(len, found.values())), []
+    total = {word: [0, 0] for word in claims.VERDICTS}
+    for name, each in found.items():
+        cells = []
+        for word in claims.VERDICTS:
+            here = [claim for claim in each if claim.verdict == word]
+            sure = sum(claim.among(many) == word for claim in here)
+            total[word] = [total[word][0] + len(here), total[word][1] + sure]
+            cells.append(_counted(word, len(here), sure))
+        rows.append([f"[{name}](results/{name}.md)", *cells])
+    rows.append(["all", *(_counted(word, *total[word]) for word in claims.VERDICTS)])
+    return table(["experiment", *claims.VERDICTS], rows, words=1)
+
+
+def _counted(word, count, sure):
+    return f"{count}" if word == claims.OPEN or not sure else f"{count} ({sure})"
 
 
 def made_by(task):
@@ -251,16 +284,22 @@ def moved_picture():
     return drawing.Picture("moved", "", "", figure).png()
 
 
-def filled(page):
-    """The page with everything between its markers made anew."""
+def filled(pages):
+    """The pages, by their paths, with everything between their markers made anew."""
+    pages = dict(pages)
 
     def put(name, content):
-        nonlocal page
         marked = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        page, count = marked.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", page)
-        assert count == 1, f"docs/results.md has to have one place for {name}, but has {count}"
+        counts = 0
+        for path, page in pages.items():
+            pages[path], count = marked.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", page)
+            counts += count
+        assert counts == 1, f"docs/results.md and its pages have to have one place for {name}, but have {counts}"
 
-    put("claims", claims_table())
+    found = judged()
+    put("verdicts", verdicts(found))
+    for name, each in found.items():
+        put(f"{name} claims", claims_table(each, sum(map(len, found.values()))))
     put("gp table", markdown_table(tables.gp_table(Results(TASKS["gp"], study("gp").records()))))
     put("gp variants", variants())
     put("gp turned", chosen("gp", "turned"))
@@ -275,7 +314,7 @@ def filled(page):
         put(f"{task} earlier", earlier(task))
     for (task, name), metrics in MORE.items():
         put(f"{task} metrics" if name == "trials" else f"{task} {name}", more(task, name, metrics))
-    return page
+    return pages
 
 
 def main():
@@ -296,7 +335,8 @@ def main():
                 other = Archive(path)
                 write_report(task, other.name, other.records(), path.with_suffix(".csv"), format="csv")
     (IMAGES / "results-moved.png").write_bytes(moved_picture())
-    PAGE.write_text(filled(PAGE.read_text()))
+    for path, page in filled({path: path.read_text() for path in PAGES}).items():
+        path.write_text(page)
 
 
 if __name__ == "__main__":

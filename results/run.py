@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import photographs
+import quick
 import search
 from rich.console import Console
 from search import Settings, Stage
@@ -30,7 +31,10 @@ from backdrop.experiments.task import trial_key
 from backdrop.experiments.tasks import TASKS
 from backdrop.experiments.train import Options
 
-STAGES: dict[str, dict[str, Callable[[], Stage]]] = {"gp": textures.STAGES, **photographs.STAGES}
+STAGES: dict[str, dict[str, Callable[[], Stage]]] = {
+    "gp": textures.STAGES,
+    **{task: {**stages, **quick.STAGES[task]} for task, stages in photographs.STAGES.items()},
+}
 EARLIER = "earlier"  # the file of what was judged by test images before the search went on
 
 

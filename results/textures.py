@@ -129,6 +129,7 @@ def gp_policies() -> Stage:
 # masks and with its own.
 
 SMALL = TASKS["gp"].presets["quick"]
+DEMO = 10  # epochs: the best length without masks, and what `make demo` has time for
 NONE, BOTH, COARSE = ({"p_small": fine, "p_large": coarse} for fine, coarse in [(0.0, 0.0), (0.95, 0.75), (0.0, 0.75)])
 
 
@@ -143,13 +144,23 @@ def gp_small_coarse() -> Stage:
     ways += product(lr=[0.003], weight_decay=[2.0], epochs=[40])
     ways += product(lr=[0.03], weight_decay=[0.05], epochs=[20]) + product(lr=[0.03], weight_decay=[0.5], epochs=[10])
     ways += product(lr=[0.1], weight_decay=[0.05], epochs=[10]) + product(lr=[0.003], weight_decay=[2.0], epochs=[80])
-    points = [small({**arm, **way, "judge": "validation"}) for arm in (NONE, BOTH, COARSE) for way in ways]
+    points = [small({**arm, **way, "judge": "validation"}) for arm in (NONE, BOTH) for way in ways]
     return Stage(points, range(100, 103), "small-choice")
+
+
+def gp_small_mask() -> Stage:
+    """The coarse mask alone, in a search of two seeds and of the length that `make demo` has time for."""
+    ways = product(lr=[0.003, 0.01], weight_decay=[0.05, 2.0], epochs=[DEMO])
+    ways += product(lr=[0.03], weight_decay=[0.05, 0.5], epochs=[DEMO]) + product(
+        lr=[0.001], weight_decay=[2.0], epochs=[DEMO]
+    )
+    points = [small({**COARSE, **way, "judge": "validation"}) for way in ways]
+    return Stage(points, range(100, 102), "small-mask")
 
 
 def gp_small_fine() -> Stage:
     """The best two of each, where three seeds do not tell them apart, with five more."""
-    best = [(arm, way) for arm in (NONE, BOTH, COARSE) for way in chosen("gp", 2, "small-choice", **arm)]
+    best = [(arm, way) for arm in (NONE, BOTH) for way in chosen("gp", 2, "small-choice", **arm)]
     return Stage([small({**arm, **way, "judge": "validation"}) for arm, way in best], range(100, 108), "small-choice")
 
 
@@ -190,6 +201,7 @@ STAGES = {
     "turned-crops": gp_turned_crops,
     "policies": gp_policies,
     "small-coarse": gp_small_coarse,
+    "small-mask": gp_small_mask,
     "small-fine": gp_small_fine,
     "small-final": gp_small_final,
     "small-frozen": gp_small_frozen,

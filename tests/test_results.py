@@ -24,17 +24,18 @@ STUDIES = [path for task in TASKS for path in sorted((ROOT / "results" / task).g
 
 
 class Told:
-    """A page of which the figures count and the words are free.
+    """Pages of which the figures count and the words are free.
 
-    A phrase is in it if the figures of the phrase stand in one paragraph (or row of a table), in this order, with no
+    A phrase is in them if the figures of the phrase stand in one paragraph (or row of a table), in this order, with no
     other between them; a single one has to have a word beside it that it has in the phrase. So a figure that is out of
     date, or two that are exchanged, are noticed; a better sentence is not.
     """
 
     figure = re.compile(r"[+\N{MINUS SIGN}]?\d+(?:,\d{3})*(?:\.\d+)?%?")
 
-    def __init__(self, path):
-        self.parts = [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n\|", path.read_text())]
+    def __init__(self, *paths):
+        parts = [part for path in paths for part in re.split(r"\n\s*\n|\n\|", path.read_text())]
+        self.parts = [" ".join(part.split()) for part in parts]
 
     def __contains__(self, phrase):
         first, *others = self.figure.finditer(phrase)
@@ -77,8 +78,8 @@ def photographs(run):
 
 
 def test_the_page_is_in_step_with_the_trials(make):
-    page = make.PAGE.read_text()
-    assert make.filled(page) == page
+    pages = {path: path.read_text() for path in make.PAGES}
+    assert make.filled(pages) == pages
 
 
 def test_what_was_measured_was_searched_for():
@@ -129,7 +130,7 @@ def test_the_preset_is_what_was_measured(make, name):
 
 
 def test_the_page_shows_validation_accuracies_at_one_learning_rate(make):
-    page = make.PAGE.read_text()
+    page = (ROOT / "docs" / "results" / "ponce.md").read_text()
     results = Results(TASKS["ponce"], make.study("ponce", "choice").records())
     for size in (64, 256):
         ends = []
@@ -141,7 +142,7 @@ def test_the_page_shows_validation_accuracies_at_one_learning_rate(make):
 
 
 def test_the_page_quotes_photographs_of_textures(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     search = Results(TASKS["ponce"], make.study("ponce", "choice").records())
     found = {
         (c.settings["p"], c.settings["lr"]): search.estimate(c).mean
@@ -171,7 +172,7 @@ def test_the_page_quotes_photographs_of_textures(make):
 
 
 def test_the_page_shows_how_the_best_training_moves_with_p(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     areas, accuracies, losses = (make.moved(*search) for search in make.MOVED.values())
 
     def best(found, better):
@@ -193,7 +194,7 @@ def test_the_page_shows_how_the_best_training_moves_with_p(make):
 
 
 def test_the_page_compares_masks_at_the_same_settings(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["auc"], make.study("auc", "choice").records())
     wanted = {"batch_size": 2048, "lr": 0.003, "passes": 60}
     same = [c for c in results.measured if all(c.settings[name] == value for name, value in wanted.items())]
@@ -202,7 +203,7 @@ def test_the_page_compares_masks_at_the_same_settings(make):
 
 
 def test_the_page_quotes_the_areas_on_test_images(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["auc"], make.study("auc").records())
     means = {(c.settings["batch_size"], c.settings["p"]): results.estimate(c).mean for c in results.measured}
     shown = [f"{means[2048, p]:.3f}" for p in (0.0, 0.75, 0.94, 0.97)]
@@ -261,7 +262,7 @@ def test_the_readme_quotes_the_results(make):
 
 
 def test_the_page_says_which_masks_validation_images_would_take(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["auc"], make.study("auc", "choice").records())
     points = {(point["batch_size"], point["p"]) for point in TASKS["auc"].presets["paper"].grid}
     best = {}
@@ -276,7 +277,7 @@ def test_the_page_says_which_masks_validation_images_would_take(make):
 
 
 def test_the_page_quotes_the_textures(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["gp"], make.study("gp").records())
     found = {tuple(c.settings[name] for name in ("p_small", "p_large", "crop")): c for c in results.measured}
     plain, both = (found[key].values("accuracy") for key in ((0.0, 0.0, None), (0.99, 0.94, None)))
@@ -333,7 +334,7 @@ def test_the_page_quotes_the_textures(make):
 
 
 def test_the_page_quotes_other_ways_to_train_textures(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["gp"], make.study("gp", "variants").records())
     whole = [c for c in results.measured if c.settings["crop"] is None and not results.is_masked(c)]
     usual, ramped = (
@@ -352,7 +353,7 @@ def test_the_page_quotes_other_ways_to_train_textures(make):
 
 
 def test_the_page_quotes_turned_images(make, textures):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     search = Results(TASKS["gp"], make.study("gp", "turned").records())
 
     def best(**settings):
@@ -387,7 +388,7 @@ def test_the_page_quotes_turned_images(make, textures):
 
 
 def test_the_page_quotes_textures_on_two_cores(make, textures):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     search = Results(TASKS["gp"], make.study("gp", "small-choice").records())
     first: tuple[dict, dict] = ({}, {})
     for c in search.measured:
@@ -442,31 +443,35 @@ def test_the_page_quotes_textures_on_two_cores(make, textures):
 
 
 def test_the_page_judges_the_claims_on_two_cores(make):
-    page, rows = Told(make.PAGE), " ".join(make.PAGE.read_text().split())
+    page, rows = Told(*make.PAGES), " ".join((ROOT / "docs" / "results" / "small.md").read_text().split())
     results = Results(TASKS["gp"], make.study("gp", "small").records())
     found = {(c.settings["p_small"], c.settings["p_large"]): c for c in results.measured}
     none, both, fine, coarse, strong = (0.0, 0.0), (0.95, 0.75), (0.95, 0.0), (0.0, 0.75), (0.99, 0.94)
 
     def ahead(one, other, metric="accuracy", points=""):
         gain = estimate(paired(found[one].values(metric), found[other].values(metric)).values())
-        assert gain.low > 0
+        assert make.claims.t_interval(gain).low > 0
         return f"{gain.mean:.1f}{points} ({wording.interval(gain, 1)})"
 
     def row(claim, here, holds):
         assert f"| {claim} | {here} | {holds} |" in rows
 
     raised = f"by {ahead(coarse, none, points=' points')} with the large mask, by {ahead(both, none)} with both"
-    row("Masks raise the accuracy.", raised, "yes")
+    row("Masks raise the accuracy.", raised, "held")
     alone = f"the large mask alone is ahead by {ahead(coarse, both, points=' points')}"
-    row("Both masks together are best.", alone, "no")
+    row("Both masks together are best.", alone, "did not hold")
     large = f"by {ahead(coarse, none, 'large', ' points')}, and the small scale by {ahead(coarse, none, 'small')}"
-    row("The large mask alone improves the large scale.", large, "yes")
+    row("The large mask alone improves the large scale.", large, "held")
     lost, gained = ahead(none, fine, "small", " points"), ahead(fine, none, "large")
-    row("The small mask alone improves the small scale.", f"which loses {lost}; the large scale gains {gained}", "no")
+    row(
+        "The small mask alone improves the small scale.",
+        f"which loses {lost}; the large scale gains {gained}",
+        "did not hold",
+    )
     row(
         "Too much of both is worse again.",
         f"(0.99, 0.94) is behind (0.95, 0.75) by {ahead(both, strong, points=' points')}",
-        "yes",
+        "held",
     )
     policies = Results(TASKS["gp"], make.study("gp", "small-policies").records())
     (stronger,) = (policies.estimate(c).mean for c in policies.measured if c.settings["skip"] == "exact")
@@ -477,7 +482,7 @@ def test_the_page_judges_the_claims_on_two_cores(make):
 
 
 def test_the_page_shows_every_round_of_crops(make):
-    page, rows = Told(make.PAGE), make.PAGE.read_text()
+    page, rows = Told(*make.PAGES), (ROOT / "docs" / "results" / "gp.md").read_text()
     results = Results(TASKS["gp"], make.study("gp").records())
     rounds = [*Results(TASKS["gp"], make.study("gp", "earlier").records()).measured, *results.measured]
 
@@ -505,7 +510,7 @@ def test_the_page_shows_every_round_of_crops(make):
 
 
 def test_the_page_quotes_the_policies(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["gp"], make.study("gp").records())
     masked = [c for c in results.measured if results.is_masked(c)]
     assert len(masked) == 8
@@ -547,7 +552,7 @@ def test_the_page_quotes_the_policies(make):
 
 
 def test_the_page_quotes_the_policies_of_the_quick_preset(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["auc"], make.study("quick", "auc-policies").records())
     found = {c.settings["skip"]: c for c in results.measured}
     assert all(c.settings["p"] == 0.95 and len(c.records) == 8 for c in found.values())
@@ -563,7 +568,7 @@ def test_the_page_quotes_the_policies_of_the_quick_preset(make):
 
 
 def test_the_page_quotes_the_policies_on_two_cores(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["gp"], make.study("gp", "small-policies").records())
     found = {(c.settings["skip"], c.settings["lr"]): c for c in results.measured}
     exact = found["exact", 0.003]
@@ -582,7 +587,7 @@ def test_the_page_quotes_the_policies_on_two_cores(make):
     assert less("frozen", 0.001, "small").low > 0 > less("frozen", 0.001, "large").high
     time = [sum(record.seconds for record in c.records) for c in (exact, found["sampled", 0.003])]
     assert f"trains {time[0] / time[1]:.2f} times as fast" in page
-    for name in ("docs/skip.md", "docs/results.md"):
+    for name in ("docs/skip/statistics.md", "docs/results.md"):
         assert f"{-frozen.mean:.0f} points" in (ROOT / name).read_text()
     search = Results(TASKS["gp"], make.study("gp", "small-frozen").records())
     tried = {c.settings["lr"]: search.estimate(c) for c in search.measured}
@@ -593,7 +598,7 @@ def test_the_page_quotes_the_policies_on_two_cores(make):
 
 
 def test_the_page_says_how_long_training_overfits(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["latent"], make.study("latent", "choice").records())
     wanted = {"batch_size": 2048, "p_x": 0.0, "p_d": 0.0, "lr": 0.0003}
     found = {c.settings["passes"]: c for c in results.measured if wanted.items() <= c.settings.items()}
@@ -605,7 +610,7 @@ def test_the_page_says_how_long_training_overfits(make):
 
 
 def test_the_page_compares_textures_at_the_same_settings(make, textures):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["gp"], make.study("gp", "choice").records())
     wanted = {"size": 256, **textures.gp_protocol(textures.MASKED)}
     same = [c for c in results.measured if wanted.items() <= c.settings.items()]
@@ -625,7 +630,7 @@ def test_the_page_compares_textures_at_the_same_settings(make, textures):
 
 
 def test_the_page_quotes_the_hidden_states(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     results = Results(TASKS["latent"], make.study("latent").records())
     found = {tuple(c.settings[name] for name in ("batch_size", "p_x", "p_d")): c for c in results.measured}
     small, plain = found[32, 0.0, 0.0], found[2048, 0.0, 0.0]
@@ -668,7 +673,7 @@ def test_the_page_quotes_the_hidden_states(make):
 
 
 def test_the_page_quotes_the_losses_of_cifar10(make):
-    page = Told(make.PAGE)
+    page = Told(*make.PAGES)
     search = Results(TASKS["cifar10"], make.study("cifar10", "choice").records())
 
     def loss(batch_size, epochs, lr, p):

@@ -97,13 +97,17 @@ class Images(Classification):
 
     def data(self, device: torch.device) -> tuple[Examples, Examples]:
         s = self.settings
-        parts = [Examples(F.avg_pool2d(x.images.float(), s.shrink), x.labels) for x in self.sets(device)]
+        parts = [Examples(_shrunk(x.images.float(), s.shrink), x.labels) for x in self.sets(device)]
         std, mean = torch.std_mean(parts[0].inputs, (0, 2, 3), keepdim=True)
         parts = [Examples((inputs - mean) / std, labels) for inputs, labels in parts]
         self.pixels = Pixels((0 - mean) / std, (255 - mean) / std)
         if s.judge == "validation":
             parts = list(hold_out(parts[0], 0.2, s.seed))
         return _some(parts[0], s.samples, s.seed), _some(parts[1], s.test_samples, s.seed)
+
+
+def _shrunk(images: Tensor, times: int) -> Tensor:
+    return images if times == 1 else F.avg_pool2d(images, times)
 
 
 def _some(examples: Examples, count: int | None, seed: int) -> Examples:
@@ -138,9 +142,9 @@ class CIFAR10(Images):
     maximize = False
     presets: ClassVar[dict[str, Preset]] = {
         "quick": Preset(
-            {"width": 16, "samples": 2000, "test_samples": 2000, "batch_size": 32, "epochs": 25, "lr": 3e-3},
-            product(p=[0.0, 0.75, 0.9]),
-            seeds=5,
+            {"width": 16, "samples": 1000, "test_samples": 2000, "batch_size": 32, "evaluations": 4},
+            [{"p": 0.0, "epochs": 8, "lr": 3e-3}, {"p": 0.75, "epochs": 8, "lr": 3e-3}],
+            seeds=10,
         ),
         "paper": Preset(
             {"attacked": 2000},
@@ -191,9 +195,9 @@ class Ponce(Images):
     Settings = PonceSettings
     presets: ClassVar[dict[str, Preset]] = {
         "quick": Preset(
-            {"width": 16, "shrink": 2, "batch_size": 64, "epochs": 30, "passes": 2, "lr": 3e-3},
-            product(p=[0.0, 0.9375]),
-            seeds=8,
+            {"width": 8, "shrink": 4, "batch_size": 32, "evaluations": 4},
+            [{"p": 0.0, "epochs": 16, "lr": 1e-2}, {"p": 0.75, "epochs": 16, "lr": 1e-2}],
+            seeds=10,
         ),
         "paper": Preset(
             {"width": 64},
@@ -248,9 +252,9 @@ class AUC(Images):
     metric = "auc"
     presets: ClassVar[dict[str, Preset]] = {
         "quick": Preset(
-            {"width": 32, "shrink": 2, "samples": 1200, "batch_size": 2048, "epochs": 20, "passes": 4, "lr": 3e-3},
-            product(p=[0.0, 0.95]),
-            seeds=8,
+            {"width": 16, "shrink": 2, "samples": 600, "batch_size": 2048, "passes": 4, "evaluations": 5},
+            [{"p": 0.0, "epochs": 10, "lr": 1e-2}, {"p": 0.75, "epochs": 10, "lr": 1e-2}],
+            seeds=10,
         ),
         "paper": Preset(
             {"epochs": 10},
@@ -326,9 +330,12 @@ class Latent(Images):
     maximize = False
     presets: ClassVar[dict[str, Preset]] = {
         "quick": Preset(
-            {"width": 24, "shrink": 2, "samples": 1100, "batch_size": 2048, "epochs": 20, "passes": 10},
-            [{"p_x": 0.0, "p_d": 0.0}, {"p_x": 0.9, "p_d": 0.75}],
-            seeds=6,
+            {"width": 16, "shrink": 2, "samples": 550, "batch_size": 2048, "passes": 5, "evaluations": 5},
+            [
+                {"p_x": 0.0, "p_d": 0.0, "epochs": 10, "lr": 1e-3},
+                {"p_x": 0.0, "p_d": 0.75, "epochs": 10, "lr": 1e-3},
+            ],
+            seeds=10,
         ),
         "paper": Preset(
             {"epochs": 10},
