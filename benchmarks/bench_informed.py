@@ -334,7 +334,7 @@ def table(figures, name):
 def pages(figures):
     """Write the tables into the page on masks."""
     text = PAGE.read_text()
-    for name in TABLES:
+    for name in [name for name in TABLES if name in figures]:
         begin, end = f"<!-- informed-{name} -->", f"<!-- end of informed-{name} -->"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n\n{table(figures, name)}\n\n{end}{rest.partition(end)[2]}"

@@ -139,6 +139,22 @@ def test_the_page_on_losses_shows_the_measured_figures(monkeypatch):
         assert f"{name} {bench['slope'](figures['rows'], name):.2f}" in page
 
 
+@pytest.mark.parametrize(
+    ("script", "name"), [("bench_informed", "informed-cpu"), ("train_informed", "train-informed-cpu")]
+)
+def test_the_page_on_masks_shows_the_measured_figures(monkeypatch, script, name):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"))
+    page = (ROOT / "docs" / "masks.md").read_text()
+    figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    if script == "bench_informed":
+        for table in (part for part in module["TABLES"] if part in figures):
+            assert module["table"](figures, table) in page
+    else:
+        for cells in module["table"](figures):
+            assert f"| {' | '.join(cells)} |" in page
+
+
 def test_the_page_on_data_sets_shows_the_measured_figures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     cells = runpy.run_path(str(ROOT / "benchmarks" / "bench_data.py"))["cells"]

@@ -218,3 +218,11 @@ def test_compiled_code_chooses_anew_in_every_pass():
     first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert kept_rows_of(first) == kept_rows_of(second) == 8
     assert not torch.equal(first != 0, second != 0)
+
+
+@captures
+def test_the_engine_refuses_many_gradients_at_once():
+    skip = Skip(nn.Linear(3, 2), Backdrop(0.5, exact=True, choose="gradient"), when="always")
+    x = torch.randn(4, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="one choice for all passes"):
+        torch.autograd.grad(skip(x), x, torch.eye(8).view(8, 4, 2), is_grads_batched=True)

@@ -88,6 +88,23 @@ def test_exact_choices_keep_just_as_many_units(size):
             assert int((weight > 0).sum()) == max(1, round(size * (1 - p)))
 
 
+@pytest.mark.parametrize(("size", "p"), [(3, 0.1), (8, 0.05), (1000, 1e-4), (5, 1e-300)])
+@pytest.mark.parametrize("skewed", [False, True])
+def test_masks_that_keep_all_keep_all(size, p, skewed):
+    """Probabilities that are one but for rounding."""
+    grad = jnp.asarray(gradient((size,)).numpy()) if skewed else jnp.ones(size)
+    np.testing.assert_allclose(choose_weight(grad, KEY, p, exact=True), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.02, 0.5, 0.98])
+def test_exact_choices_of_many_alike(p):
+    """Whose probabilities add up to something else than a whole number, in single precision."""
+    for size in (1000, 300_000):
+        weight = choose_weight(jnp.ones(size), KEY, p, exact=True)
+        assert int((weight > 0).sum()) == round(size * (1 - p))
+        np.testing.assert_allclose(jnp.median(weight[weight > 0]), 1 / (1 - p), rtol=1e-4)
+
+
 def test_the_backward_pass_chooses_by_what_arrives():
     x, key = jnp.linspace(0.1, 3, 12).reshape(6, 2), KEY
 

@@ -16,6 +16,7 @@ from backdrop._core.checks import Dims, Patch, Scale, check_choose, check_scale
 from backdrop.integrations.jax.draw import Probability, as_probability, check_key, count_kept, is_zero, spread
 
 ONE = 2.0**32
+ROUNDING = 2.0**-20  # a unit that is as close to being sure is
 
 
 def choose_weight(
@@ -97,11 +98,13 @@ def _inclusion(norms: jax.Array, number: Any, floor: float) -> jax.Array:
 def _systematic(pi: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
     """Just as many units as the pi add up to, and their probabilities."""
     first, second = jax.random.split(key)
-    sure = pi >= 1
+    sure = pi >= 1 - ROUNDING
     parts = jnp.where(sure, 0, pi * ONE).astype(jnp.uint32)
-    missing = -parts.sum(1, keepdims=True, dtype=jnp.uint32)  # of a whole number, by rounding
-    at = jnp.where(sure, -1, pi).argmax(1)[:, None]
-    parts = jnp.where(jnp.arange(pi.shape[1]) == at, parts + missing, parts)
+    missing = -parts.sum(1, keepdims=True, dtype=jnp.uint32).astype(jnp.int32)  # of a whole number, by rounding
+    # What is missing goes to the unit that is furthest from one, and what is too much is taken from the largest.
+    least = jnp.where(sure | (parts == 0), 2, pi).argmin(1)[:, None]
+    at = jnp.where(missing > 0, least, jnp.where(sure, -1, pi).argmax(1)[:, None])
+    parts = jnp.where(jnp.arange(pi.shape[1]) == at, parts + missing.astype(jnp.uint32), parts)
     order = jnp.argsort(jax.random.uniform(first, pi.shape), axis=1)
     offset = jax.random.bits(second, (pi.shape[0], 1), jnp.uint32)
     laid = jnp.take_along_axis(parts, order, 1)
