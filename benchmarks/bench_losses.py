@@ -230,7 +230,7 @@ def cases():
         table["contrastive"] = (embeddings, contrastive, (contrastive_matrix, CONTRASTIVE))
     peers, found = others(), {}
     for name, (data, ours, plain) in table.items():
-        most = {"contrastive": 30_000, "concordance": 100_000}.get(name, million)
+        most = {"contrastive": 30_000}.get(name, million)
         found[name] = data, {"backdrop": (ours, most), "matrix": plain, **peers.get(name, {})}
     return found
 

@@ -1,7 +1,7 @@
 """What skipping saves: a training step with plain masks, with Skip, and with two ways to save memory alone, in one run.
 
     python benchmarks/bench_skip.py [--device cuda] [--sweep] [--only TEXT] [--json FILE] [--plot FILE]
-    python benchmarks/bench_skip.py --again FILE [--plot FILE] [--markdown docs/skip.md]
+    python benchmarks/bench_skip.py --again FILE [--plot FILE] [--markdown docs/skip/speed.md]
     python benchmarks/bench_skip.py --foreign [--compiled] [--only TEXT] [--json FILE]
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
@@ -226,8 +226,9 @@ def show(rows):
 
 COLUMNS = [
     *("case", "plain ms", "faster", "goal", "of forward", "checkpoint", "GradCache", "plain MB", "memory / plain"),
-    *("/ forward", "checkpoint / plain", "goal", "compiled", "compiled Skip", "best"),
+    *("/ forward", "checkpoint / plain", "goal"),
 ]
+COMPILED = ["compiled", "compiled Skip", "best"]  # where both were measured
 
 
 def cells(row):
@@ -247,14 +248,22 @@ def cells(row):
         ratio(row, "skip", "forward", "mb"),
         ratio(row, "checkpoint", "plain", "mb"),
         goal,
-        *(ratio(row, "plain", key, "ms") for key in ("compiled", "compiled_skip")),
-        of_best(row).replace("<", "&lt;"),
+        *(compiled_cells(row) if "compiled_ms" in row else ()),
     ]
 
 
-def markdown(headings, lines):
-    ruler = ["---", *["---:"] * (len(headings) - 1)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, ruler, *lines)).replace("| --- |", "|---|")
+def compiled_cells(row):
+    return [*(ratio(row, "plain", f"compiled{key}", "ms") for key in ("", "_skip")), of_best(row).replace("<", "&lt;")]
+
+
+def put(arguments, lines):
+    """A table between the markers of the page that have the name of the file."""
+    if arguments.markdown:
+        name = arguments.again.stem
+        ruler = "|".join(["---", *("---" if heading == "last step" else "---:" for heading in lines[0][1:])])
+        text = [f"| {' | '.join(line)} |" for line in lines]
+        markers = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        put_between_markers(arguments.markdown, "\n".join([text[0], f"|{ruler}|", *text[1:], ""]), markers)
 
 
 WAYS = {"plain": "plain masks", "checkpoint": "checkpoint", "gradcache": "GradCache", "skip": "Skip"}
@@ -324,9 +333,8 @@ def main():
     show(rows)
     if arguments.plot:
         draw(rows, arguments.plot)
-    if arguments.again and arguments.markdown:
-        markers = f"<!-- {arguments.again.stem} -->", f"<!-- end of {arguments.again.stem} -->"
-        put_between_markers(arguments.markdown, markdown(COLUMNS, map(cells, rows)), markers)
+    if arguments.again:
+        put(arguments, [COLUMNS + COMPILED * ("compiled_ms" in rows[0]), *map(cells, rows)])
 
 
 def run(arguments):

@@ -83,7 +83,7 @@ def test_the_benchmark_page_shows_the_measured_figures(name):
         assert f"| {' | '.join(cells)} |" in page
 
 
-@pytest.mark.parametrize("name", ["skip-cpu", "skip-h200"])
+@pytest.mark.parametrize("name", ["skip-cpu", "skip-compiled-cpu", "skip-h200"])
 def test_the_page_on_skipping_shows_the_measured_figures(name):
     page = (ROOT / "docs" / "skip" / "speed.md").read_text()
     figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -94,6 +94,23 @@ def test_the_page_on_skipping_shows_the_measured_figures(name):
         line = next(line for line in page.splitlines() if line.startswith(f"| {case} | {row['plain_ms']:.1f} |"))
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         assert (cells[2], cells[4], cells[8]) == (f"{faster:.2f}", f"{of_forward:.2f}", f"{memory:.2f}")
+
+
+def test_the_page_on_skipping_shows_models_that_others_wrote():
+    page = (ROOT / "docs" / "skip" / "speed.md").read_text()
+    words = " ".join(page.split())
+    for row in json.loads((ROOT / "benchmarks" / "results" / "skip-foreign-cpu.json").read_text())["rows"]:
+        case, faster = row["case"], row.get("faster")
+        if "possible" in row:
+            line = next(line for line in page.splitlines() if line.startswith(f"| {case} | {row['plain_ms']:.0f} |"))
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            assert cells[2:4] == [f"{faster:.2f}", f"{row['possible']:.2f}"]
+            assert ("&lt;" in cells[4]) == (faster < 0.85 * row["possible"])
+        elif faster is not None:
+            assert f"{faster:.1f} times as fast as plain" in words
+        else:
+            assert f"{row['faster_than_gradcache']:.2f} times its speed" in words
+            assert f"{row['memory_of_gradcache']:.2f} of its memory" in words
 
 
 def test_the_readme_quotes_what_skipping_saves():

@@ -150,7 +150,7 @@ def _norms_by_parts(grad: Tensor, others: list[int]) -> Tensor:
     squares = grad.new_empty(0, dtype=torch.float32)
     for i, one in enumerate(grad.unbind()):
         place = total[0 if 0 in others else i]
-        for part, sums in zip(one.split(rows, free - 1), place.split(rows, free - 1), strict=True):
+        for part, sums in zip(*(torch.split(x, rows, free - 1) for x in (one, place)), strict=True):
             part = part.float()
             torch.mul(part, part, out=squares.resize_(part.shape))
             if not within:
