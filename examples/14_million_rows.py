@@ -2,8 +2,8 @@
 
     python examples/14_million_rows.py
 
-A table of 1,000,000 rows, one in a hundred of them positive, is written to a file and read from it in parts of 20,000.
-The loss, which compares every positive with every negative, wants the outputs of all rows, and these lie in memory:
+A table of 1,000,000 rows, about one in a hundred of them positive, is written to a file and read from it in parts of
+20,000. The loss, which compares every positive with every negative, wants the outputs of all rows, and these lie in memory:
 one number each. A mask keeps a hundredth of the rows; they alone are computed with gradients, once drawn uniformly and
 once chosen by the gradient that arrives at them (choose="gradient"). The gradients are those of the plain masked model
 on a tensor of all rows.
@@ -30,7 +30,7 @@ from backdrop.losses import rank_statistic_loss
 TINY = bool(os.environ.get("TINY"))  # TINY=1 is for tests
 ROWS, FRESH, COLUMNS = (5_000, 5_000, 32) if TINY else (1_000_000, 100_000, 32)
 PART = 1_000 if TINY else 20_000  # rows in work at a time
-STEPS = 5 if TINY else 20
+STEPS = 5 if TINY else 10
 P = 0.9 if TINY else 0.99
 
 
