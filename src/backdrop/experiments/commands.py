@@ -27,7 +27,9 @@ Own = Annotated[
         show_default=False,
     ),
 ]
-Preset = Annotated[str, typer.Option(help="quick (2 CPU cores, minutes) or paper (a GPU).")]
+Preset = Annotated[
+    str, typer.Option(help="quick (2 CPU cores, minutes), laptop (gp and auc, a night) or paper (a GPU).")
+]
 Place = Annotated[
     str | None,
     typer.Option(
@@ -163,11 +165,24 @@ def _beginning(
 
 @app.command()
 @_takes(_beginning)
-def run(task: Task, preset: Preset = "quick", seeds: Seeds = None, *, how: How) -> None:
-    """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
+def run(
+    task: Task,
+    preset: Preset = "quick",
+    seeds: Seeds = None,
+    report: Annotated[bool, typer.Option(help="Write a page about the trials at the end.")] = True,
+    *,
+    how: How,
+) -> None:
+    """Run an experiment, or what is missing of it: the same command goes on with what was stopped.
+
+    It says first how long that takes, and ends with a page about what came of it.
+    """
     from backdrop.experiments import runs
 
-    failed = runs.run(task, preset, how.given, seeds, how.place, how.options, workers=how.workers, retry=how.retry)
+    workers, retry = how.workers, how.retry
+    failed = runs.run(
+        task, preset, how.given, seeds, how.place, how.options, workers=workers, retry=retry, report=report
+    )
     raise typer.Exit(1 if failed else 0)
 
 

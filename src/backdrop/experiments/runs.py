@@ -18,17 +18,28 @@ from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import wording
+from backdrop.experiments.report.statistics import CHOSEN
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.study.plan import Readable, Spec, check_name, check_trials, plan, threads_for, workers_for
+from backdrop.experiments.study.plan import (
+    Readable,
+    Spec,
+    again,
+    check_name,
+    check_trials,
+    plan,
+    threads_for,
+    workers_for,
+)
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
+from backdrop.experiments.task import Task, trial_key
 from backdrop.experiments.tasks import reference
-from backdrop.experiments.train import Options, check_device, fit
+from backdrop.experiments.train import Cost, Options, check_device, cost, fit
 
 __all__ = ["Place", "join", "mend", "run", "show", "tune"]
 
@@ -63,8 +74,10 @@ def run(
     *,
     workers: int | None = None,
     retry: bool = False,
+    report: bool = True,
 ) -> bool:
-    """Runs the points of a grid that are missing; whether any failed.
+    """Runs the points of a grid that are missing, says before how long that takes, and writes a page about them at the
+    end; whether any failed.
 
     Args:
         task: as `find_task` takes it.
@@ -75,6 +88,7 @@ def run(
         options: how to run trials.
         workers: processes that work at the same time; None for what suits this machine.
         retry: run failed trials once more.
+        report: write the page.
     """
 
     check_device(options)
@@ -91,7 +105,7 @@ def run(
         if place.storage is not None or (home / JOURNAL).exists():
             raise RuntimeError(f"{'--storage' if place.storage else home / JOURNAL} {NEEDS}")
         workers, stored = 1, PlainStudy(home).spec if (home / SPEC).exists() else None
-        return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)))
+        return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)), report=report)
     with _opened(place, home) as storage:
         with storage.exclusive(), Interrupts(storage.hurry):
             stored = Study(storage, name).spec if name in studies(storage) else None
@@ -100,8 +114,10 @@ def run(
             study.add(spec, points)
             if retry:
                 study.retry()
+        left = [record.settings for record in study.records() if record.state in ("waiting", "running")]
+        _say_how_long(study.spec, left, options, workers)
         _work(study, home, options, workers, task=spec.task)
-        return _finish(study, home, storage.place if place.storage else None, spec.task)
+        return _finish(study, home, storage.place if place.storage else None, spec.task, report=report)
 
 
 def tune(
@@ -276,11 +292,39 @@ def _hurried_out(study: Study) -> Iterator[None]:
         raise
 
 
+def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options, workers: int) -> None:
+    """How many trials are missing, and how long they take: by a few steps of each kind, measured now."""
+    if not points:
+        return
+    missing, machine = wording.count(len(points), "trial"), f"with {wording.count(workers, 'worker')} on this machine"
+    try:
+        seconds = _seconds(spec, points, replace(options, threads=spec.threads)) / workers
+    except Exception as error:  # whatever it is, the trials that meet it say so
+        _say(f"{missing} to run; how long that takes could not be measured: {type(error).__name__}: {error}")
+        return
+    _say(f"{missing} to run: about {wording.duration(seconds)} {machine}, if nothing else runs on it")
+
+
+def _seconds(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options) -> float:
+    """Of all trials, one after the other. Masks, learning rates and lengths do not change what a step takes."""
+    kind = spec.find_task(spec.task)
+    measured: dict[str, Cost] = {}
+    total = 0.0
+    for point in points:
+        task = kind(build(kind.Settings, point), data_root=options.data_root)
+        alike = {name: v for name, v in point.items() if name not in (*CHOSEN, *kind.masks, "seed")}
+        key = json.dumps(alike, sort_keys=True, default=str)
+        if key not in measured:
+            measured[key] = cost(task, options)
+        total += measured[key].of(task.settings) / options.devices
+    return total
+
+
 def _counted(study: Readable) -> str:
     return ", ".join(f"{number} {state}" for state, number in live.counts(study.records()).items() if number)
 
 
-def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
+def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]], *, report: bool) -> bool:
     """One configuration, where Optuna is not installed; whether any of its trials failed."""
     check_one(points, spec.varied)
     study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
@@ -290,13 +334,15 @@ def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mappin
         task = kind(build(kind.Settings, settings), data_root=options.data_root)
         fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
 
+    done = {trial_key(spec.task_name, record.settings) for record in study.records() if record.state == "complete"}
+    _say_how_long(spec, [p for p in points if trial_key(spec.task_name, p) not in done], options, 1)
     with advice_if_full(), live.Display(study, Console(stderr=True)):
         study.run(points, train)
-    return _finish(study, home, None, spec.task)
+    return _finish(study, home, None, spec.task, report=report)
 
 
-def _finish(study: Readable, home: Path, storage: str | None, task: str) -> bool:
-    """Shows what came of a study; whether a trial failed."""
+def _finish(study: Readable, home: Path, storage: str | None, task: str, *, report: bool = False) -> bool:
+    """Shows what came of a study, and writes a page about it; whether a trial failed."""
     kind, records, console = study.spec.find_task(task), study.records(), Console()
     if any(record.metrics for record in records):
         console.print(live.results_table(kind, study.spec, records))
@@ -306,11 +352,24 @@ def _finish(study: Readable, home: Path, storage: str | None, task: str) -> bool
     words = ["backdrop", "report", study.name, *(["--storage", storage] if storage else [])]
     if home.parent != Path("runs"):
         words += ["--folder", str(home.parent)]
-    _say(f"trials are in {home}; a page about them: {shlex.join(words)}")
+    page = _page(kind, study, records, home) if report and any(record.metrics for record in records) else None
+    _say(f"trials are in {home}; a page about them: {page or shlex.join(words)}")
     if any(record.state == "failed" for record in records):
         _say("failed trials are run again with --retry-failed")
         return True
     return False
+
+
+def _page(kind: type[Task], study: Readable, records: Sequence[Record], home: Path) -> Path | None:
+    """The report of a study, beside its trials; None where it cannot be made, which the trials do not suffer from."""
+    from backdrop.experiments.report.write import write_report
+
+    try:
+        command = again(study.name, study.spec, records, kind)
+        return write_report(kind, study.name, records, home, format="html", command=command, spec=study.spec)[0]
+    except Exception as error:
+        _say(f"the report could not be written: {error}")
+        return None
 
 
 def _say(text: str) -> None:
