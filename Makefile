@@ -5,7 +5,7 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 BIN := $(VENV)/bin
 
-.PHONY: test demo lint docs bench chaos coverage notebooks fuzz dist oldest clean
+.PHONY: test demo lint docs bench chaos coverage notebooks fuzz mutants dist oldest clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n auto
@@ -24,6 +24,12 @@ FUZZ ?= --examples 50000
 
 fuzz: $(VENV)/installed
 	$(BIN)/python tests/fuzz.py $(FUZZ)
+
+# Small faults put into functional, layers, losses and skip: which does no test see? make mutants MUTANTS='--count 100'
+MUTANTS ?=
+
+mutants: $(VENV)/installed
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 docs: $(VENV)/installed
 	$(BIN)/mkdocs build --strict
@@ -64,7 +70,7 @@ dist: $(VENV)/installed
 
 # The core with the oldest torch that is supported, in an environment that has little else.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
-CORE := test_functional.py test_layers.py test_schedules.py core/test_checks.py losses/test_losses.py placement skip textures
+CORE := test_functional.py test_layers.py test_schedules.py core/test_checks.py losses placement graph skip textures
 LATER := random reasons
 
 oldest: .venv-core/installed

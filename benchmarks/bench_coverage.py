@@ -387,7 +387,9 @@ def markdown(rows, missing):
     lines = summary(rows, missing)
     bad = missed_modes(rows)
     for library in dict.fromkeys(row["library"] for row in rows):
-        lines += ["", f"### {library[0].upper() + library[1:] if library.startswith('this') else library}", ""]
+        name, count = library[0].upper() + library[1:], sum(row["library"] == library for row in rows)
+        name = name if library.startswith("this") else library
+        lines += ["", f'<details markdown="1"><summary>{name}: {count} models</summary>', ""]
         lines += [f"| model | mask behind | before it | {' | '.join(MODES)} | largest error | what ends the segment |"]
         lines += [f"|---|---|---|{'---:|' * len(MODES)}---:|---|"]
         for row in rows:
@@ -400,11 +402,12 @@ def markdown(rows, missing):
             mask = f"`{row['mask']}`" if row["mask"] else "-"
             words = [row["name"], mask, before(row), *cells, error_cell(row), escaped(ends_cell(row))]
             lines.append(f"| {' | '.join(words)} |")
+        lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 
-def put_between_markers(path, text):
-    begin, end = MARKERS
+def put_between_markers(path, text, markers=MARKERS):
+    begin, end = markers
     page = path.read_text() if path.exists() else f"# Coverage\n\n{begin}\n{end}\n"
     if begin not in page or end not in page:
         raise SystemExit(f"{path} has no {begin} and {end} to put the tables between")

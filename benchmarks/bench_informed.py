@@ -1,6 +1,9 @@
 """Units chosen by gradient: how much less noise at equal numbers of kept units, on real data, and what it costs.
 
     python benchmarks/bench_informed.py [--only speed | --only noise] [--data FOLDER] [--rounds N] [--json FILE]
+    python benchmarks/bench_informed.py --again benchmarks/results/informed-cpu.json --pages
+
+`--pages` writes the tables into docs/masks.md, `--again` takes the figures of a file instead of measuring.
 
 **Noise.** The variance of the gradient of all parameters below a mask, over that of uniform exact masks which keep as
 many units, by draws: "informed" is `choose="gradient", exact=True`; "optimum" is the same with the contributions
@@ -15,12 +18,16 @@ samples.
 """
 
 import json
+import math
 import platform
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,7 +37,7 @@ from backdrop.experiments.data import cifar10, uiuc
 from backdrop.experiments.models import all_cnn
 from backdrop.functional import choose_weight, draw_weight
 from backdrop.losses import contrastive_loss, rank_statistic_loss
-from bench_layer import machine, medians, options, show
+from bench_layer import machine, medians, options
 
 DRAWS, POSITION_DRAWS = 4000, 200
 KEPT = 0.06  # of the samples: 120 of 2,048, as in the paper's example
@@ -297,24 +304,68 @@ SPEED_COLUMNS = {
 }
 
 
+TABLES = {  # the columns of each, in the page and on the screen
+    "noise": NOISE_COLUMNS,
+    "speed": SPEED_COLUMNS,
+}
+TITLES = {
+    "noise": f"Times less variance than uniform exact masks, {KEPT:.0%} of units kept",
+    "speed": "Time of a step, informed over uniform masks",
+}
+PAGE = Path(__file__).parent.parent / "docs" / "masks.md"
+
+
+def cells(columns, row):
+    """A row of a table, "-" for what was not measured."""
+    row = {**row, **row.get("times_less", {})}
+    row["selective"] = row.get("Selective Backprop")
+    known = {key: math.nan if value is None else value for key, value in row.items()}
+    return [text.format(**known).replace("nan", "-") for text in columns.values()]
+
+
+def table(figures, name):
+    """In Markdown."""
+    columns = TABLES[name]
+    head = [list(columns), ["---", *["---:"] * (len(columns) - 1)]]
+    lines = [f"| {' | '.join(row)} |" for row in [*head, *(cells(columns, row) for row in figures[name])]]
+    return f"{figures['device'][name]}, torch {figures['versions']['torch']}:\n\n" + "\n".join(lines)
+
+
+def pages(figures):
+    """Write the tables into the page on masks."""
+    text = PAGE.read_text()
+    for name in TABLES:
+        begin, end = f"<!-- informed-{name} -->", f"<!-- end of informed-{name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{table(figures, name)}\n\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(text)
+
+
 def main():
     parser = options(__doc__)
+    parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
+    parser.add_argument("--pages", action="store_true", help="write the tables into docs/masks.md")
     parser.add_argument("--only", choices=["noise", "speed"], help="measure this, and leave the other as it is in FILE")
     parser.add_argument("--data", help="where data sets lie")
     arguments = parser.parse_args()
-    figures = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-    begin = time.perf_counter()
-    if arguments.only != "noise":
-        figures["speed"] = list(speed(arguments.rounds))
-        show("Time of a step, informed over uniform masks", SPEED_COLUMNS, figures["speed"], section=1)
-    if arguments.only != "speed":
-        figures["noise"] = list(noise(arguments.data))
-        rows = [{**r, **r["times_less"], "selective": r["times_less"]["Selective Backprop"]} for r in figures["noise"]]
-        show(f"Times less variance than uniform exact masks, {KEPT:.0%} of units kept", NOISE_COLUMNS, rows, section=3)
-    figures["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
-    figures["device"], figures["kept"] = machine("cpu"), KEPT
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    kept = arguments.again or arguments.json
+    figures = json.loads(kept.read_text()) if kept and kept.exists() else {"device": {}}
+    begin, measured = time.perf_counter(), [arguments.only] if arguments.only else list(TABLES)
+    for name in [] if arguments.again else measured:
+        figures[name] = list(speed(arguments.rounds)) if name == "speed" else list(noise(arguments.data))
+        figures["device"][name], figures["kept"] = machine("cpu"), KEPT
+        figures["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for name, title in TITLES.items():
+        shown = Table(title=title)
+        for heading in TABLES[name]:
+            shown.add_column(heading, justify="left" if heading == "case" else "right")
+        for row in figures.get(name, []):
+            shown.add_row(*cells(TABLES[name], row))
+        Console(width=130).print(shown)
+    if arguments.pages:
+        pages(figures)
     print(f"{time.perf_counter() - begin:.0f} s")
 
 

@@ -230,7 +230,7 @@ def cases():
         table["contrastive"] = (embeddings, contrastive, (contrastive_matrix, CONTRASTIVE))
     peers, found = others(), {}
     for name, (data, ours, plain) in table.items():
-        most = {"contrastive": 30_000, "concordance": 100_000}.get(name, million)
+        most = {"contrastive": 30_000}.get(name, million)
         found[name] = data, {"backdrop": (ours, most), "matrix": plain, **peers.get(name, {})}
     return found
 
@@ -313,7 +313,7 @@ def show(figures):
 
 def pages(figures):
     """Write the table into the page on losses."""
-    page = Path(__file__).parent.parent / "docs" / "losses.md"
+    page = Path(__file__).parent.parent / "docs" / "losses" / "costs.md"
     heads = ("loss", "scores", "way", "ms", "MB", "from the matrix")
     rows = [cells(row) for row in figures["rows"] if row["n"] in SIZES]
     lines = [heads, ["---" if head in ("loss", "way") else "---:" for head in heads], *rows]
@@ -372,7 +372,7 @@ def draw(figures, path):
 def main():
     parser = options(__doc__)
     parser.add_argument("--plot", type=Path, help="also draw time over n into this file")
-    parser.add_argument("--pages", action="store_true", help="write the table into docs/losses.md")
+    parser.add_argument("--pages", action="store_true", help="write the table into docs/losses/costs.md")
     parser.add_argument("--only", help="of the losses this one")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; with one the figures are CPU time")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")

@@ -75,26 +75,8 @@ def train(model, make, pairs, size, steps, seed):
     return model
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--pairs", type=int, default=64, help="in a batch")
-    parser.add_argument("--mini-batch", type=int, default=16)
-    parser.add_argument("--p", type=float, default=0.8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="of training; 0 measures no quality")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    model = SentenceTransformer(str(arguments.model), device="cpu").train()
-    pairs = functions(1200)
-    training, held_out = pairs[:-300], pairs[-300:]
-
-    def theirs(model):
-        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=arguments.mini_batch)
-
-    def ours(model, p=arguments.p):
-        return BackdropMultipleNegativesRankingLoss(model, mini_batch_size=arguments.mini_batch, p=p)
-
+def measure(model, training, theirs, ours, arguments):
+    """Steps that take turns: seconds, and memory."""
     batch = [features(model, side) for side in zip(*training[: arguments.pairs], strict=True)]
     losses = {"cached": theirs(model), "masked": ours(model)}
     runs = {name: lambda loss=loss: step(model, loss, batch) for name, loss in losses.items()}
@@ -107,7 +89,7 @@ def main():
                 times[name].append(spent)
     median = {name: statistics.median(values) for name, values in times.items()}
     memory = {name: peak(run, cpu) for name, run in runs.items()}
-    found = {
+    return {
         "pairs": arguments.pairs,
         "mini_batch": arguments.mini_batch,
         "p": arguments.p,
@@ -118,6 +100,33 @@ def main():
         "cached_mb": memory["cached"] / 1e6,
         "torch": torch.__version__,
     }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=64, help="in a batch")
+    parser.add_argument("--mini-batch", type=int, default=16)
+    parser.add_argument("--p", type=float, default=0.8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of training; 0 measures no quality")
+    parser.add_argument("--timed", type=Path, help="figures of a run with --steps 0; measures quality alone")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    model = SentenceTransformer(str(arguments.model), device="cpu").train()
+    pairs = functions(1200)
+    training, held_out = pairs[:-300], pairs[-300:]
+
+    def theirs(model):
+        return CachedMultipleNegativesRankingLoss(model, mini_batch_size=arguments.mini_batch)
+
+    def ours(model, p=arguments.p):
+        return BackdropMultipleNegativesRankingLoss(model, mini_batch_size=arguments.mini_batch, p=p)
+
+    if arguments.timed:
+        found = json.loads(arguments.timed.read_text())
+    else:
+        found = measure(model, training, theirs, ours, arguments)
     print(f"a step: {found['faster']:.2f} times as fast, {found['memory']:.2f} of the memory", flush=True)
     if arguments.steps:
         more = round(arguments.steps * found["faster"])

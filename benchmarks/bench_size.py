@@ -1,7 +1,7 @@
 """Samples and batches that do not fit: what a training step takes as images, volumes, series and tables grow.
 
     python benchmarks/bench_size.py [--only TEXT] [--long] [--json FILE] [--plot FILE]
-    python benchmarks/bench_size.py --again FILE --plot FILE
+    python benchmarks/bench_size.py --again FILE [--plot FILE] [--pages]
 
 Every case is a process of its own, whose memory is limited to what it has before the step and so much more (LIMIT).
 Inputs of "tiles" and "parts" lie on the disk, in files of random bytes that this script writes into a temporary folder,
@@ -66,7 +66,7 @@ def cases(long):
         yield Case(resnet, "engine", side, 0.9995)
         yield Case(resnet, "plain", side, 0.9995)
     for side in (2048, 4096, 8192):
-        yield Case("GP network", "tiles", side, 0.999, "4GB", goal=8)
+        yield Case("GP network", "tiles", side, 0.999, "4GB", goal=8 if side == 8192 else math.inf)
     for side in (2048, 4096, 8192):
         yield Case("GP network", "engine", side, 0.999)
     for side in (10**7, 4 * 10**7, 16 * 10**7):
@@ -79,11 +79,14 @@ def cases(long):
         yield Case("volume", "plain", side, 0.999)
     for way in ("plain", "lean"):
         yield Case(resnet, way, 768, 0.99)
+        yield Case("U-Net, mask at its output", way, 512, 0.999)
+        yield Case("3-D network, batch statistics", way, 80, 0.99)
+    yield Case("U-Net, mask at its output", "tiles", 512, 0.999, "60MB")
     for side in (62_500, 250_000, 1_000_000):
         yield Case("rank statistic, rows", "parts", side, 0.99)
         yield Case("rank statistic, rows", "parts", side, 0.99, more="gradient")
         yield Case("rank statistic, rows", "plain", side, 0.99)
-    for way, p in (("tiles", 0.0), ("tiles", 0.99), ("lightstream", 0.0), ("plain", 0.0)):
+    for way, p in (("tiles", 0.0), ("tiles", 0.99), ("tiles", 0.999), ("lightstream", 0.0), ("plain", 0.0)):
         yield Case("against lightstream: ResNet-18, layer3", way, 1280, p, tile=640 if way == "tiles" else 0)
 
 
@@ -122,6 +125,35 @@ def resnet(mask, blocks=(2, 2, 2, 2), behind=3):
     return model
 
 
+class Norm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Wide(nn.Module):
+    """A block of a ConvNeXt: positions by a depthwise convolution, then channels by a network of two layers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.space, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.norm(self.space(x).permute(0, 2, 3, 1))
+        return x + self.down(nn.functional.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+def convnext(mask, behind=4):
+    """A ConvNeXt-T for two classes."""
+    stages, before = [], 3
+    for width, blocks in zip((96, 192, 384, 768)[:behind], (3, 3, 9, 3), strict=False):
+        first = [nn.Conv2d(3, width, 4, 4), Norm(width)] if before == 3 else [Norm(before)]
+        first += [] if before == 3 else [nn.Conv2d(before, width, 2, 2)]
+        stages.append(nn.Sequential(*first, *(Wide(width) for _ in range(blocks))))
+        before = width
+    return nn.Sequential(*stages, mask, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 2))
+
+
 def series(p):
     layers = [nn.Conv1d(1, 16, 7, 4, 3), nn.ReLU(), nn.Conv1d(16, 16, 7, 4, 3), nn.ReLU()]
     layers += [nn.Conv1d(16, 16, 7, 4, 3), nn.ReLU(), nn.Conv1d(16, 16, 7, 4, 3), nn.ReLU()]
@@ -132,6 +164,36 @@ def volume(p):
     layers = [nn.Conv3d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv3d(16, 32, 3, 2, 1), nn.ReLU(), nn.Conv3d(32, 32, 3, 1, 1)]
     layers += [nn.ReLU(), nn.Conv3d(32, 64, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*layers, Backdrop3d(p), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 2))
+
+
+class UNet(nn.Module):
+    def __init__(self, mask, width=24):
+        super().__init__()
+
+        def block(inputs, outputs):
+            convs = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)]
+            return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.ReLU())))
+
+        self.down = nn.ModuleList([block(3, width), block(width, 2 * width)])
+        self.middle, self.mask = block(2 * width, 4 * width), mask
+        self.up = nn.ModuleList([nn.ConvTranspose2d(n * width, n * width // 2, 2, 2) for n in (4, 2)])
+        self.join = nn.ModuleList([block(4 * width, 2 * width), block(2 * width, width)])
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x):
+        first = self.down[0](x)
+        second = self.down[1](nn.functional.max_pool2d(first, 2))
+        x = self.middle(nn.functional.max_pool2d(second, 2))
+        x = self.join[0](torch.cat([self.up[0](x), second], 1))
+        return self.mask(self.head(self.join[1](torch.cat([self.up[1](x), first], 1))))
+
+
+def normed(p):
+    """A network for volumes with batch normalisation in training."""
+    layers = []
+    for inputs, outputs, stride in ((1, 16, 1), (16, 32, 2), (32, 32, 1)):
+        layers += [nn.Conv3d(inputs, outputs, 3, stride, 1), nn.BatchNorm3d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, Backdrop3d(p), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(32, 2))
 
 
 def rows(p, choose):
@@ -148,6 +210,10 @@ def settings_of(case):
         return series(case.p), (1, 1, case.side), {}
     if case.name == "volume":
         return volume(case.p), (1, 1, *[case.side] * 3), {}
+    if case.name.startswith("U-Net"):
+        return UNet(Backdrop2d(case.p)), (1, 3, case.side, case.side), {}
+    if case.name.startswith("3-D"):
+        return normed(case.p), (1, 1, *[case.side] * 3), {"statistics": "sampled"}
     if case.name.startswith("rank"):
         return rows(case.p, case.more), (case.side, 32), {"at_once": 20_000}
     return resnet(Backdrop2d(case.p)), (1, 3, case.side, case.side), {}
@@ -246,8 +312,8 @@ def measured(case, folder):
         step, model = lightstream_step(model, 640), model
     else:
         if case.way != "plain":
-            when = "lean" if case.way == "lean" else "always"
-            model = skip_blocked(model, when=when, **how)
+            whens = {"lean": "lean", "engine": "always"}  # tiles choose between windows and tiles backward
+            model = skip_blocked(model, when=whens.get(case.way, "pays"), **how)
 
         def step(x):
             out = model(x)
@@ -333,14 +399,42 @@ def in_a_process(case, folder):
 
 # What is reported.
 
+RATIOS = {  # memory of a way over that of plain, at most
+    ("ResNet-18, mask behind layer3", "lean", 768): 0.5,
+    ("U-Net, mask at its output", "lean", 512): 0.35,
+    ("U-Net, mask at its output", "tiles", 512): 0.35,
+    ("3-D network, batch statistics", "lean", 80): 0.5,
+}
+
+
+SMALL = {(name, side) for name, _, side in RATIOS}  # rows for these alone
+
+
+def ratios(rows):
+    """Memory and time over those of plain, and the goal for memory."""
+    known = {(row["name"], row["way"], row["side"]): row for row in rows if "gib" in row}
+    found = []
+    for at, goal in RATIOS.items():
+        own, plain = known.get(at), known.get((at[0], "plain", at[2]))
+        if own and plain:
+            both = {what: own[what] / plain[what] for what in ("gib", "seconds")}
+            found.append({"name": at[0], "way": at[1], "side": at[2], **both, "goal": goal})
+    return found
+
 
 def halos():
     """Work over the image's own, for deep networks at a budget of 4 GB: counted, nothing runs."""
     found = []
     networks = {"ResNet-18, mask behind layer3": ((2, 2, 2, 2), 3), "ResNet-34, layer4": ((3, 4, 6, 3), 4)}
-    for name, (blocks, behind) in networks.items():
-        model = skip_blocked(resnet(Backdrop2d(0.9995), blocks, behind), tile="auto", memory="4GB")
-        found.append({"network": name, "side": 8192, "memory": "4GB", "work": halo_work(model, (1, 3, 8192, 8192))})
+    plain = {name: resnet(Backdrop2d(0.9995), *how) for name, how in networks.items()}
+    plain |= {f"ConvNeXt-T, stage {n}": convnext(Backdrop2d(0.9995), n) for n in (3, 4)}
+    for name, each in plain.items():
+        model = skip_blocked(each, tile="auto", memory="4GB")
+        row = {"network": name, "side": 8192, "memory": "4GB"}
+        try:
+            found.append({**row, "work": halo_work(model, (1, 3, 8192, 8192))})
+        except ValueError as error:  # it says the least that would do
+            found.append({**row, "failed": str(error).rpartition("(")[2].rstrip(")")})
     return found
 
 
@@ -374,7 +468,7 @@ def slopes(rows):
     for name, way in dict.fromkeys((row["name"], f"{row['way']} {row['more']}".strip()) for row in rows):
         own = [r for r in rows if r["name"] == name and f"{r['way']} {r['more']}".strip() == way and "gib" in r]
         own.sort(key=lambda row: row["side"])
-        if len(own) > 1:
+        if len({row["side"] for row in own}) > 1:
             a, b = own[-2:]
             doublings = math.log2(b["side"] / a["side"])
             ratios = [(b[what] / a[what]) ** (1 / doublings) for what in ("gib", "seconds")]
@@ -398,16 +492,84 @@ def show(figures, console):
     for row in figures.get("slopes", ()):
         table.add_row(row["name"], row["way"], f"{row['gib']:.2f}", f"{row['seconds']:.2f}")
     console.print(table)
+    for row in figures.get("ratios", ()):
+        console.print(
+            f"{row['name']}, {row['side']}, {row['way']}: {row['gib']:.2f} times the memory of plain (goal "
+            f"{row['goal']:g}), {row['seconds']:.2f} times the time"
+        )
     if "turns" in figures:
         turns = figures["turns"]
         console.print(
             f"ResNet-18, {turns['side']}^2, tiles of {turns['tile']}: forward {turns['forward']:.2f} times a bare one "
             f"(goal 1.3), step {turns['step']:.2f} times the engine's without tiles (goal 1.1)"
         )
-    for row in figures["halos"]:
-        console.print(
-            f"{row['network']}, {row['side']}^2, {row['memory']}: {row['work']:.2f} times the work of the image"
-        )
+    for row in figures.get("halos", ()):
+        console.print(f"{row['network']}, {row['side']}^2, {row['memory']}: {halo(row)}")
+
+
+def halo(row):
+    return f"{row['work']:.2f} times the work of the image" if "work" in row else f"needs {row['failed']}"
+
+
+WAYS = {
+    "tiles": "tiles",
+    "parts": "in parts",
+    "engine": "skipping, no tiles",
+    "lean": 'skipping, `when="lean"`',
+    "plain": "plain",
+    "lightstream": "lightstream",
+}
+
+
+def pages(figures):
+    """Write tables into the page on large images."""
+    page = Path(__file__).parent.parent / "docs" / "large.md"
+    before, _, rest = page.read_text().partition("<!-- size -->")
+    page.write_text(f"{before}{block(figures)}{rest.partition('<!-- end of size -->')[2]}")
+
+
+def block(figures):
+    """What stands between the marks on that page."""
+    head = ["network", "way", "side, length or rows", "p", "GiB", "goal", "seconds"]
+    lines = [head, ["---", "---", "---:", "---:", "---:", "---:", "---:"]]
+    for row in figures["rows"]:
+        way = WAYS[row["way"]]
+        way += f" of {row['tile']}" if row["tile"] else f", {row['memory']}" if row["memory"] else ""
+        way += ", chosen by gradients" if row["more"] == "gradient" else ""
+        goal = f"at most {row['goal']:g}" if row["goal"] is not None else ""
+        if "gib" in row:
+            took = f"{row['seconds']:.1f}" if row["seconds"] >= 1 else f"{row['seconds']:.2f}"
+            values = [f"{row['gib']:.2f}", goal, took]
+        else:
+            values = [row["failed"], goal, ""]
+        lines.append([row["name"], way, f"{row['side']:,}", f"{row['p']:g}", *values])
+    said = [f"| {' | '.join(line)} |" for line in lines]
+    said += ["", "Twice the side, length or rows takes so many times as much:", ""]
+    said += ["| network | way | memory | time |", "|---|---|---:|---:|"]
+    for row in figures["slopes"]:
+        way, _, more = row["way"].partition(" ")
+        said.append(f"| {row['name']} | {_label(way, more)} | {row['gib']:.2f} | {row['seconds']:.2f} |")
+    said += ["", "Over a plain step:", "", "| network | way | memory | goal | time |", "|---|---|---:|---:|---:|"]
+    for row in figures["ratios"]:
+        name = f"{row['name']}, {row['side']}"
+        said.append(f"| {name} | {WAYS[row['way']]} | {row['gib']:.2f} | {row['goal']:g} | {row['seconds']:.2f} |")
+    if "turns" in figures:
+        turns = figures["turns"]
+        said += [
+            "",
+            f"ResNet-18, {turns['side']} x {turns['side']} from memory in tiles of {turns['tile']}, in turns with the "
+            f"same without tiles: the forward pass takes {turns['forward']:.2f} times a bare one without gradients "
+            f"(goal 1.3), a step {turns['step']:.2f} times one of the engine without tiles (goal 1.1).",
+        ]
+    said += ["", "Work with halos over that without, at 8192 x 8192 and a budget of 4 GB (goal: 1.3), counted:", ""]
+    said += ["| network | |", "|---|---|"]
+    said += [f"| {row['network']} | {halo(row)} |" for row in figures.get("halos", ())]
+    table = "\n".join(said)
+    return f"<!-- size -->\n\n{figures['machine']}, torch {figures['torch']}:\n\n{table}\n\n<!-- end of size -->"
+
+
+def _label(way, more):
+    return WAYS[way] + (", chosen by gradients" if more else "")
 
 
 def plot(figures, path):
@@ -415,21 +577,31 @@ def plot(figures, path):
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    shown = [row["name"] for row in figures["rows"] if not row["name"].startswith("against")]
+    rows = [r for r in figures["rows"] if not r["name"].startswith("against") and (r["name"], r["side"]) not in SMALL]
+    shown = [row["name"] for row in rows]
     names = [name for name in dict.fromkeys(shown) if shown.count(name) > 3]
     _, axes = plt.subplots(2, len(names), figsize=(3.4 * len(names), 6), squeeze=False)
     for i, name in enumerate(names):
         for key, axis in zip(("gib", "seconds"), axes[:, i], strict=True):
-            for way in dict.fromkeys((r["way"], r["more"]) for r in figures["rows"] if r["name"] == name):
-                own = [r for r in figures["rows"] if (r["name"], r["way"], r["more"]) == (name, *way)]
+            for way in dict.fromkeys((r["way"], r["more"]) for r in rows if r["name"] == name):
+                own = [r for r in rows if (r["name"], r["way"], r["more"]) == (name, *way)]
                 points = sorted((r["side"], r[key]) for r in own if "gib" in r)
-                axis.loglog(*zip(*points, strict=True), "o-", label=" ".join(filter(None, way))) if points else None
+                axis.loglog(*zip(*points, strict=True), "o-", label=_label(*way)) if points else None
                 failed = [r["side"] for r in own if "failed" in r]
                 if failed and points:
                     axis.axvline(min(failed), ls=":", color="grey", lw=1)
             axis.set(xlabel="rows" if "rows" in name else "side", ylabel="GiB" if key == "gib" else "seconds")
             axis.grid(alpha=0.3)
+            low, high = axis.get_ylim()
+            axis.set_ylim(low / max(1.0, 10 * low / high) ** 0.5, high * max(1.0, 10 * low / high) ** 0.5)
+            sides = sorted({r["side"] for r in rows if r["name"] == name})
+            axis.set_xticks(sides, [f"{side // 10**6}M" if side >= 10**6 else f"{side:,}" for side in sides])
+            axis.xaxis.set_minor_formatter(NullFormatter())
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
         axes[0, i].set_title(name, fontsize=9)
         axes[0, i].legend(fontsize=7)
     plt.tight_layout()
@@ -439,11 +611,14 @@ def plot(figures, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name or way holds this text")
+    parser.add_argument("--least", type=int, default=0, help="no side below this")
     parser.add_argument("--most", type=int, default=10**12, help="no side above this")
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--turns", action="store_true", help="tiles against no tiles on 2048 x 2048 alone")
+    parser.add_argument("--halos", action="store_true", help="the work of halos alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--pages", action="store_true", help="write the tables into docs/large.md")
     parser.add_argument("--again", type=Path)
     parser.add_argument("--case", type=json.loads)
     parser.add_argument("--folder", type=Path)
@@ -459,9 +634,11 @@ def main():
         figures = {"machine": f"CPU, {torch.get_num_threads()} threads", "torch": torch.__version__, "rows": []}
         if arguments.json is not None and arguments.json.exists():  # cases that are measured now replace those there
             figures = {**json.loads(arguments.json.read_text()), **{k: figures[k] for k in ("machine", "torch")}}
-        known, wanted = figures["rows"], [] if arguments.turns else list(cases(arguments.long))
+        known, wanted = figures["rows"], list(cases(arguments.long))
+        if arguments.turns or arguments.halos:
+            wanted = []
         wanted = [case for case in wanted if arguments.only in f"{case.name}, {case.way}"]
-        for case in (case for case in wanted if case.side <= arguments.most):
+        for case in (case for case in wanted if arguments.least <= case.side <= arguments.most):
             with tempfile.TemporaryDirectory() as folder:
                 row = {**case._asdict(), "goal": case.goal if case.goal < math.inf else None}
                 row |= in_a_process(case, Path(folder))
@@ -469,15 +646,18 @@ def main():
             known = [*(r for r in known if key(r) != key(row)), row]
             order = {key(case._asdict()): i for i, case in enumerate(cases(True))}
             known.sort(key=lambda r: order.get(key(r), len(order)))
-            figures |= {"rows": known, "slopes": slopes(known)}
+            figures |= {"rows": known, "slopes": slopes(known), "ratios": ratios(known)}
             if arguments.json is not None:
                 arguments.json.write_text(json.dumps(figures, indent=1))
-        if arguments.turns or not arguments.only:
+        if arguments.turns or not (arguments.halos or arguments.only):
             figures["turns"] = in_turns()
-        figures["halos"] = halos()
+        if arguments.halos or not (arguments.turns or arguments.only):
+            figures["halos"] = halos()
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(figures, indent=1))
     show(figures, console)
+    if arguments.pages:
+        pages(figures)
     if arguments.plot is not None:
         plot(figures, arguments.plot)
 

@@ -1,8 +1,8 @@
 """What skipping saves: a training step with plain masks, with Skip, and with two ways to save memory alone, in one run.
 
-    python benchmarks/bench_skip.py [--device cuda] [--sweep] [--json FILE] [--plot FILE]
-    python benchmarks/bench_skip.py --again FILE --plot FILE
-    python benchmarks/bench_skip.py --foreign [--json FILE]
+    python benchmarks/bench_skip.py [--device cuda] [--sweep] [--only TEXT] [--json FILE] [--plot FILE]
+    python benchmarks/bench_skip.py --again FILE [--plot FILE] [--markdown docs/skip/speed.md]
+    python benchmarks/bench_skip.py --foreign [--compiled] [--only TEXT] [--json FILE]
 
 Each step is a forward pass, the mean of the outputs squared, and a backward pass: of the plain masked model, of
 `skip_blocked(model)`, of both compiled by Inductor, of the plain model checkpointed in segments, of the plain model
@@ -12,7 +12,8 @@ what ran last, and one that is. Memory is the peak above what lay there before t
 *Best* is the better of both plain ways over the better of both that skip: below one, skipping was no gain.
 `--sweep` adds other p and image sizes, which `--plot` draws, and small steps, where skipping would not pay; `--again`
 draws the figures of an earlier run. `--foreign` measures models that others wrote instead (foreign.py), and whole
-batches of text in parts.
+batches of text in parts. `--only` takes the cases whose names hold a text, and leaves the others in the file as they
+are; `--markdown` puts the table between the markers of a page that have the name of the file.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from backdrop import Backdrop, Backdrop2d, skip_blocked
 from backdrop.experiments import models
+from bench_coverage import put_between_markers
 from bench_layer import machine, peak_bytes
 
 GOALS = {  # case: (times faster than plain, memory over plain's, memory over that of the forward pass)
@@ -222,6 +224,48 @@ def show(rows):
     Console(width=170).print(table)
 
 
+COLUMNS = [
+    *("case", "plain ms", "faster", "goal", "of forward", "checkpoint", "GradCache", "plain MB", "memory / plain"),
+    *("/ forward", "checkpoint / plain", "goal"),
+]
+COMPILED = ["compiled", "compiled Skip", "best"]  # where both were measured
+
+
+def cells(row):
+    """Of the table on the page."""
+    faster, memory, over_forward = GOALS.get(row["case"], (None, None, None))
+    goal = f"{memory:g}" if memory else f"{over_forward:g} of forward" if over_forward else ""
+    return [
+        row["case"].rsplit(", ", 1)[0],
+        f"{row['plain_ms']:.1f}",
+        ratio(row, "plain", "skip", "ms"),
+        f"{faster:.2f}" if faster else "",
+        ratio(row, "skip", "forward", "ms"),
+        ratio(row, "plain", "checkpoint", "ms"),
+        ratio(row, "plain", "gradcache", "ms"),
+        f"{row['plain_mb'] or 0:.0f}",
+        ratio(row, "skip", "plain", "mb"),
+        ratio(row, "skip", "forward", "mb"),
+        ratio(row, "checkpoint", "plain", "mb"),
+        goal,
+        *(compiled_cells(row) if "compiled_ms" in row else ()),
+    ]
+
+
+def compiled_cells(row):
+    return [*(ratio(row, "plain", f"compiled{key}", "ms") for key in ("", "_skip")), of_best(row).replace("<", "&lt;")]
+
+
+def put(arguments, lines):
+    """A table between the markers of the page that have the name of the file."""
+    if arguments.markdown:
+        name = arguments.again.stem
+        ruler = "|".join(["---", *("---" if heading == "last step" else "---:" for heading in lines[0][1:])])
+        text = [f"| {' | '.join(line)} |" for line in lines]
+        markers = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        put_between_markers(arguments.markdown, "\n".join([text[0], f"|{ruler}|", *text[1:], ""]), markers)
+
+
 WAYS = {"plain": "plain masks", "checkpoint": "checkpoint", "gradcache": "GradCache", "skip": "Skip"}
 
 
@@ -276,8 +320,9 @@ def main():
     parser.add_argument("--plot", type=Path, help="also draw them into this file")
     parser.add_argument("--foreign", action="store_true", help="models that others wrote, instead")
     parser.add_argument("--compiled", action="store_true", help="with --foreign: also compiled by Inductor")
-    parser.add_argument("--only", help="with --foreign: the cases whose names hold this")
+    parser.add_argument("--only", help="the cases whose names hold this")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
+    parser.add_argument("--markdown", type=Path, help="with --again: put the table into this page")
     arguments = parser.parse_args()
     if arguments.foreign:
         import foreign
@@ -288,22 +333,37 @@ def main():
     show(rows)
     if arguments.plot:
         draw(rows, arguments.plot)
+    if arguments.again:
+        put(arguments, [COLUMNS + COMPILED * ("compiled_ms" in rows[0]), *map(cells, rows)])
 
 
 def run(arguments):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
-    rows = []
     small = small_cases(arguments.device) if arguments.sweep else ()
     every = (*cases(arguments.device, arguments.sweep), *(({**case, "small": True}, *rest) for case, *rest in small))
-    for case in every:
-        rows.append(measure(*case, arguments.device, arguments.rounds))
-        torch._dynamo.reset()
-        if arguments.json:
-            versions = {"torch": torch.__version__, "python": platform.python_version()}
-            text = json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
-            arguments.json.write_text(text)
-    return rows
+    names = [case["case"] for case, *_ in every]
+    found = earlier(arguments)
+    for case, *rest in every:
+        if arguments.only is None or arguments.only in case["case"]:
+            found[case["case"]] = measure(case, *rest, arguments.device, arguments.rounds)
+            torch._dynamo.reset()
+            write([found[name] for name in names if name in found], arguments)
+    return [found[name] for name in names if name in found]
+
+
+def earlier(arguments):
+    """The rows that stay, where not all cases are measured."""
+    if arguments.only is None or not arguments.json or not arguments.json.exists():
+        return {}
+    return {row["case"]: row for row in json.loads(arguments.json.read_text())["rows"]}
+
+
+def write(rows, arguments):
+    if arguments.json:
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        text = json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
+        arguments.json.write_text(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the p of the paper's latent task.
 import copy
 import json
 import math
-import platform
 import statistics
 from functools import partial
 
@@ -252,15 +251,18 @@ def measure_trunk(rounds):
 
 
 def run(arguments):
-    rows = []
+    from bench_skip import earlier, put, write
+
+    if arguments.again:
+        rows = json.loads(arguments.again.read_text())["rows"]
+        show(rows)
+        put(arguments, [MODELS_HEADINGS, *map(cells, filter(is_model, rows))])
+        return
+    found = earlier(arguments)
 
     def keep(row):
-        rows.append(row)
-        if arguments.json:
-            versions = {"torch": torch.__version__, "python": platform.python_version()}
-            arguments.json.write_text(
-                json.dumps({"versions": versions, "rounds": arguments.rounds, "rows": rows}, indent=1)
-            )
+        found[row["case"]] = row
+        write(list(found.values()), arguments)
 
     def wanted(name):
         return arguments.only is None or arguments.only in name
@@ -274,7 +276,33 @@ def run(arguments):
             keep(row)
     if wanted("two masks"):
         keep(measure_trunk(arguments.rounds))
-    show(rows)
+    show(list(found.values()))
+
+
+MODELS_HEADINGS = ["case", "plain ms", "faster", "possible", "of it", "new size", "first step", "last step"]
+
+
+def is_model(row):
+    return "possible" in row
+
+
+def cells(row):
+    """Of the table on the page."""
+    return [
+        row["case"],
+        f"{row['plain_ms']:.0f}",
+        *(f"{row[key]:.2f}" for key in ("faster", "possible")),
+        of_possible(row).replace("<", "&lt;"),
+        f"{row['new_size']:.2f}",
+        f"{row['first_ms'] / row['plain_ms']:.1f}",
+        row["report"],
+    ]
+
+
+def of_possible(row):
+    """How much of what is possible, marked where that is less than the goal."""
+    share = row["faster"] / row["possible"]
+    return f"{share:.2f}{'' if share >= SHARE else f' < {SHARE}'}"
 
 
 def show(rows):
@@ -286,8 +314,7 @@ def show(rows):
     for heading in [*headings, "compiled", "compiled Skip", "best", "last step"]:
         table.add_column(heading, justify="left" if heading in ("case", "last step") else "right")
     for row in rows:
-        if "possible" in row:
-            of_it = row["faster"] / row["possible"]
+        if is_model(row):
             table.add_row(
                 row["case"],
                 f"{row['plain_ms']:.0f}",
@@ -296,12 +323,12 @@ def show(rows):
                 f"{row['new_size']:.2f}",
                 f"{row['faster']:.2f}",
                 f"{row['possible']:.2f}",
-                f"{of_it:.2f}{'' if of_it >= SHARE else ' < ' + str(SHARE)}",
+                of_possible(row),
                 *(f"{row[key]:.2f}" if key in row else "" for key in ("faster_compiled", "faster_compiled_skip")),
                 of_best(row) if "compiled_ms" in row else "",
                 str(row["report"]),
             )
     console.print(table)
     for row in rows:
-        if "possible" not in row:
+        if not is_model(row):
             console.print(row)

@@ -1,41 +1,59 @@
-"""Do informed masks train better? Cats against dogs by the AUC loss at batches of 2,048, with each kind of mask.
+"""Do informed masks train better? Uniform and informed masks at the same p, and no mask, for the same work.
 
-    python benchmarks/train_informed.py [--data FOLDER] [--seeds N] [--json FILE]
+    python benchmarks/train_informed.py [--data FOLDER] [--seeds N] [--json FILE] [--pages]
+    python benchmarks/train_informed.py --again benchmarks/results/train-informed-cpu.json --pages
 
-A small network on the images of CIFAR-10 in 8x8 pixels, so that it takes minutes on a CPU. Masks keep 6% of the
-samples; all ways have the same time by the count of forward passes: informed masks have a few steps less, and training
-without a mask has about a third of the steps. The learning rate is chosen for each way from the same ones, by the mean
-AUC on validation images over the seeds; another training set, order and initial network for each seed. Told: one minus
-the AUC, in percent, on the training and on the test images, means with 95% intervals over the seeds.
+Four small cases, all of which take minutes of one core: cats against dogs of CIFAR-10 in 8x8 pixels by the AUC loss
+at batches of 2,048, 5 to 1 and with 1% dogs; distances between classes as in the task `latent`, with two masks; and the
+UIUC textures in 50x66 pixels with attention pooling above a mask of positions. Masks are exact and keep 6%.
+
+Work is counted in forward passes, as `Skip` needs them: 1 + 2a for a share a of the samples, 1 + 3a for chosen ones, 3
+without a mask; 1 + 3a for positions, chosen or not, as if their windows did not overlap. So informed masks on samples
+have a few steps less than uniform ones, and training without a mask has about a third of the steps. For every way the
+learning rate is chosen by the mean on validation images over the seeds, a factor of three apart, until the best one has
+a neighbour on both sides. Every seed has a training set, an order and an initial network of its own, the same for all
+ways. Intervals are 95% over the seeds; those of differences are of pairs with the same seed. A file that is there
+already is gone on with.
 """
 
+import itertools
 import json
 import math
 import platform
 import statistics
+from functools import cache
+from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from backdrop import Backdrop
-from backdrop.experiments.data import cifar10
-from backdrop.losses import rank_statistic_loss
-from bench_layer import options, show
+from backdrop import Backdrop, Backdrop2d
+from backdrop.experiments.data import cifar10, uiuc
+from backdrop.losses import class_distance_loss, rank_statistic_loss
+from bench_layer import options
 
-KEPT, BATCH, STEPS = 0.06, 2048, 200
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-WAYS = {  # the layer, and forward passes in a step
-    "uniform": (lambda: Backdrop(1 - KEPT, exact=True), 1 + 2 * KEPT),
-    "informed": (lambda: Backdrop(1 - KEPT, exact=True, choose="gradient"), 1 + 3 * KEPT),
-    "whole batch": (nn.Identity, 3),
-}
+KEPT, BATCH = 0.06, 2048
+RATES = [10 ** (-i / 2) for i in range(2, 11)]  # 0.1 to 0.00001
+FIRST = (3, 4, 5)  # of them: 0.03, 0.01, 0.003
+WAYS = ("uniform", "informed", "no mask")
 T95 = {7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201, 15: 2.131}  # Student's t by degrees of freedom
+PAGE = Path(__file__).parent.parent / "docs" / "masks.md"
 
 
-def small(images):
-    return F.avg_pool2d(images.float().div(127.5).sub(1), 4).flatten(1)
+def mask_of(way, kind=Backdrop):
+    return nn.Identity() if way == "no mask" else kind(1 - KEPT, exact=True, choose=CHOOSE[way])
+
+
+CHOOSE = {"uniform": "uniform", "informed": "gradient"}
+
+
+def passes(way, share, positions):
+    """Forward passes in a step."""
+    return {"uniform": 1 + (3 if positions else 2) * share, "informed": 1 + 3 * share, "no mask": 3}[way]
 
 
 def pick(labels, counts, generator):
@@ -46,75 +64,235 @@ def pick(labels, counts, generator):
     return chosen, torch.cat([x[n:] for x, n in zip(places, counts, strict=True)])
 
 
-def wrong_pairs(model, x, y):
-    """One minus the AUC, in percent."""
-    with torch.no_grad():
-        scores = model(x).flatten()
-    below = (scores[y == 1][:, None] < scores[y == 0]).float() + 0.5 * (scores[y == 1][:, None] == scores[y == 0])
-    return 100 * below.mean().item()
+@cache
+def images_of(name, root):
+    """Training and test images, small."""
+    if name == "uiuc":
+        parts = [(F.avg_pool2d(one.images.float(), 6), one.labels) for one in uiuc(root)]
+    else:
+        parts = [(F.avg_pool2d(one.images.float(), 4).flatten(1), one.labels) for one in cifar10(root, subset=name)]
+    std, mean = torch.std_mean(parts[0][0])
+    return [((x - mean) / std, y) for x, y in parts]
 
 
-def train(way, rate, seed, positives, sets):
-    (x, y), (test_x, test_y) = sets
-    generator = torch.Generator().manual_seed(seed)
-    held, rest = pick(y, (500, 100), generator)
-    rest_y = y[rest]
-    count = int((rest_y == 0).sum())
-    chosen, _ = pick(rest_y, (count, round(positives * count)), generator)
-    train_x, train_y = x[rest[chosen]], rest_y[chosen]
+class Case:
+    """One training: data and a network for a seed, the loss of a batch, and what is measured: lower is better."""
+
+    steps, share, positions = 120, KEPT, False
+
+    def __init__(self, root, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        (x, y), self.test = images_of(self.data, root)
+        held, rest = pick(y, self.held, self.generator)
+        self.validation, self.training = (x[held], y[held]), (x[rest], y[rest])
+
+    def measured(self, model):
+        model.eval()
+        with torch.no_grad():
+            parts = {"training": self.training, "validation": self.validation, "test": self.test}
+            return {name: self.measure(model, *part) for name, part in parts.items()}
+
+
+class CatsAndDogs(Case):
+    """A perceptron and the rank statistic, with so many dogs for each cat."""
+
+    data, held, said = "cats-dogs", (500, 100), "1 - AUC, %"
+
+    def __init__(self, root, seed):
+        super().__init__(root, seed)
+        x, y = self.training
+        cats = int((y == 0).sum())
+        chosen, _ = pick(y, (cats, round(self.dogs * cats)), self.generator)
+        self.training = x[chosen], y[chosen]
+        self.positives = round(BATCH * self.dogs / (1 + self.dogs))
+
+    def network(self, way):
+        layers = [nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)]
+        return nn.Sequential(*layers, mask_of(way))
+
+    def loss(self, model):
+        x, y = self.training
+        batch, _ = pick(y, (BATCH - self.positives, self.positives), self.generator)
+        return rank_statistic_loss(model(x[batch]).flatten(), y[batch], temperature=1.0)
+
+    def measure(self, model, x, y):
+        scores = model(x).flatten().double()
+        dogs, cats = scores[y == 1][:, None], scores[y == 0]
+        return 100 * ((dogs < cats).double() + 0.5 * (dogs == cats)).mean().item()
+
+
+class FiveToOne(CatsAndDogs):
+    dogs, name = 0.2, "AUC, cats and dogs 5:1"
+
+
+class OneInAHundred(CatsAndDogs):
+    dogs, name = 0.01, "AUC, cats and dogs, 1% dogs"
+
+
+class Two(nn.Module):
+    """Scores and hidden states, each behind a mask (Eq. 4)."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.below = nn.Sequential(nn.Linear(192, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU())
+        self.scores, self.first, self.second = nn.Linear(48, 10), mask_of(way), mask_of(way)
+
+    def forward(self, x):
+        hidden = self.below(x)
+        return self.first(self.scores(hidden)), self.second(hidden)
+
+
+class Latent(Case):
+    """Cross-entropy, and mean hidden states at equal distances (Eq. 3)."""
+
+    name, said, data, share = "class distances (latent)", "loss", "imbalanced", 2 * KEPT
+    held = tuple(round(0.2 * 100 * i) for i in range(1, 11))
+    network = staticmethod(Two)
+
+    def loss(self, model):
+        x, y = self.training
+        batch = torch.randperm(len(y), generator=self.generator)[:BATCH]
+        return self.value(*model(x[batch]), y[batch])
+
+    def value(self, scores, hidden, labels):
+        return F.cross_entropy(scores, labels) + class_distance_loss(hidden, labels, distance=1.0)
+
+    def measure(self, model, x, y):
+        return self.value(*model(x), y).item()
+
+
+class Attention(nn.Module):
+    """Features of positions, a mask, and attention pooling over them."""
+
+    def __init__(self, way, width=12):
+        super().__init__()
+        layers = [nn.Conv2d(1, width, 5, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(width, 24, 3), nn.ReLU()]
+        self.below = nn.Sequential(*layers, nn.Conv2d(24, 24, 3), nn.ReLU(), mask_of(way, Backdrop2d))
+        self.attention, self.last = nn.Linear(24, 1), nn.Linear(24, 25)
+
+    def forward(self, x):
+        tokens = self.below(x).flatten(2).transpose(1, 2)
+        return self.last((tokens * self.attention(tokens).softmax(1)).sum(1))
+
+
+class Textures(Case):
+    name, said, data, held, positions = "UIUC textures, attention pooling", "errors, %", "uiuc", (4,) * 25, True
+    network = staticmethod(Attention)
+
+    def loss(self, model):
+        x, y = self.training
+        batch = torch.randperm(len(y), generator=self.generator)[:25]
+        return F.cross_entropy(model(x[batch]), y[batch])
+
+    def measure(self, model, x, y):
+        return 100 * (model(x).argmax(1) != y).double().mean().item()
+
+
+CASES = (FiveToOne, OneInAHundred, Latent, Textures)
+
+
+def train(kind, way, rate, seed, root):
+    case = kind(root, seed)
     torch.manual_seed(seed)
-    make, passes = WAYS[way]
-    model = nn.Sequential(nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), make())
-    steps = round(STEPS * WAYS["uniform"][1] / passes)
+    model = case.network(way)
+    work = {name: passes(name, case.share, case.positions) for name in WAYS}
+    steps = round(case.steps * work["uniform"] / work[way])
     optimizer = torch.optim.AdamW(model.parameters(), rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1)
-    share = round(BATCH * positives / (1 + positives))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, cycle_momentum=False)
     for _ in range(steps):
-        batch, _ = pick(train_y, (BATCH - share, share), generator)
         optimizer.zero_grad()
-        rank_statistic_loss(model(train_x[batch]).flatten(), train_y[batch], temperature=1.0).backward()
+        case.loss(model).backward()
         optimizer.step()
         schedule.step()
-    return {
-        "training": wrong_pairs(model, train_x, train_y),
-        "validation": wrong_pairs(model, x[held], y[held]),
-        "test": wrong_pairs(model, test_x, test_y),
-    }
+    return {"steps": steps, **case.measured(model)}
 
 
-def mean_and_half(values):
-    """With half of a 95% interval."""
+def search(kind, way, seeds, root):
+    """Trainings for each learning rate, and which is best on validation images."""
+    found, wanted = {}, list(FIRST)
+    while wanted:
+        for i in wanted:
+            said = f"{kind.name}, {way}, {RATES[i]:.2g}"
+            found[i] = [train(kind, way, RATES[i], seed, root) for seed in track(range(seeds), said, transient=True)]
+        means = {i: mean([one["validation"] for one in rows]) for i, rows in found.items()}
+        best = min(means, key=means.get)
+        wanted = [i for i in (best - 1, best + 1) if i not in found and 0 <= i < len(RATES)]
+    return {"rate": RATES[best], "trials": {f"{RATES[i]:.2g}": found[i] for i in sorted(found)}}
+
+
+def mean(values):
+    finite = [value if math.isfinite(value) else math.inf for value in values]
+    return sum(finite) / len(finite)
+
+
+def interval(values):
+    """The mean, and half of a 95% interval."""
     return statistics.fmean(values), T95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def told(values):
+    centre, half = interval(values)
+    digits = 2 if half < 10 else 0
+    return f"{centre:.{digits}f} ± {half:.{digits}f}"
+
+
+def best_of(row, part):
+    return [one[part] for one in row["trials"][f"{row['rate']:.2g}"]]
+
+
+HEADINGS = ("case", "lower is better", "mask", "steps", "learning rate", "training", "test", "test, less than uniform")
+
+
+def table(figures):
+    rows, names = [], [kind.name for kind in CASES]
+    for row in sorted(figures["rows"], key=lambda row: names.index(row["case"])):
+        uniform = next(r for r in figures["rows"] if (r["case"], r["way"]) == (row["case"], "uniform"))
+        apart = [a - b for a, b in zip(best_of(uniform, "test"), best_of(row, "test"), strict=True)]
+        cells = [row["case"], row["measured"], row["way"], str(best_of(row, "steps")[0]), f"{row['rate']:.2g}"]
+        rows.append([*cells, told(best_of(row, "training")), told(best_of(row, "test")), told(apart)])
+        rows[-1][-1] = "" if row is uniform else rows[-1][-1]
+    return rows
+
+
+def pages(figures):
+    begin, end = "<!-- informed-training -->", "<!-- end of informed-training -->"
+    lines = [HEADINGS, ["---"] * 3 + ["---:"] * 5, *table(figures)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    before, _, rest = PAGE.read_text().partition(begin)
+    said = f"{figures['seeds']} seeds, torch {figures['versions']['torch']}"
+    PAGE.write_text(f"{before}{begin}\n\n{said}:\n\n{text}\n\n{end}{rest.partition(end)[2]}")
 
 
 def main():
     parser = options(__doc__)
     parser.add_argument("--data", help="where data sets lie")
     parser.add_argument("--seeds", type=int, choices=[number + 1 for number in T95], default=8)
+    parser.add_argument("--only", type=int, choices=range(len(CASES)), help="this case alone")
+    parser.add_argument("--again", type=Path, help="take the figures from this file instead of training")
+    parser.add_argument("--pages", action="store_true", help="write the table into docs/masks.md")
     arguments = parser.parse_args()
-    sets = [(small(one.images), one.labels) for one in cifar10(arguments.data, subset="cats-dogs")]
-    rows = []
-    for positives, said in ((0.2, "5 to 1"), (0.01, "1% positives")):
-        for way in WAYS:
-            found = {}
-            for rate in track(RATES, f"{said}, {way}", transient=True):
-                found[rate] = [train(way, rate, seed, positives, sets) for seed in range(arguments.seeds)]
-            best = min(RATES, key=lambda rate, f=found: statistics.fmean(one["validation"] for one in f[rate]))
-            row = {"classes": said, "way": way, "rate": best}
-            for part in ("training", "test"):
-                row[part], row[f"{part}_half"] = mean_and_half([one[part] for one in found[best]])
-            rows.append({**row, "all": {str(rate): values for rate, values in found.items()}})
-    columns = {
-        "classes": "{classes}",
-        "mask": "{way}",
-        "learning rate": "{rate}",
-        "training": "{training:.2f} +- {training_half:.2f}",
-        "test": "{test:.2f} +- {test_half:.2f}",
-    }
-    show("1 - AUC in percent, at equal work", columns, rows, section=len(WAYS))
-    if arguments.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
+    kept = arguments.again or arguments.json
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    figures = {"versions": versions, "seeds": arguments.seeds, "kept": KEPT, "rows": []}
+    if kept and kept.exists():
+        figures = json.loads(kept.read_text())
+    for way, kind in (
+        [] if arguments.again else itertools.product(WAYS, CASES if arguments.only is None else [CASES[arguments.only]])
+    ):
+        if any((row["case"], row["way"]) == (kind.name, way) for row in figures["rows"]):
+            continue
+        found = search(kind, way, figures["seeds"], arguments.data)
+        figures["rows"].append({"case": kind.name, "measured": kind.said, "way": way, **found})
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    shown = Table(title="At equal work")
+    for i, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="left" if i < 3 else "right")
+    for row in table(figures):
+        shown.add_row(*row)
+    Console(width=160).print(shown)
+    if arguments.pages:
+        pages(figures)
 
 
 if __name__ == "__main__":

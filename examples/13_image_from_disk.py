@@ -79,8 +79,8 @@ def write(path: Path, seed: int, kind: int, size: tuple[int, int]) -> None:
 
 
 def scaled(region: Tensor) -> Tensor:
-    """What the network gets for a region; it looks at each pixel by itself."""
-    return (120 - region.float()) / 40
+    """What the network gets for a region; it looks at each pixel by itself. Glass is zero, as tissue is on average."""
+    return torch.where(region == 255, 0.0, (120 - region.float()) / 40)
 
 
 class Slides(Dataset):
@@ -164,7 +164,8 @@ def draw(watched: Watched, path: Path) -> None:
     height, width = watched.shape[2:]
     step = max(1, height // 512)
     lines = [watched.source.read(0, (top, 0), (top + 1, width))[0, :, ::step] for top in range(0, height, step)]
-    small = torch.cat(lines).numpy()
+    small = torch.cat(lines)
+    small = torch.where(small == 0, small.min(), small).numpy()  # glass is white
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.6))
     forward, backward = (
         [(low, high) for sample, low, high in reads if sample == 0]

@@ -41,9 +41,14 @@ class Peak(TorchDispatchMode):
         self.known.pop(key, None)
 
 
-def peak_of(run):
-    """The most bytes that torch has in use on a CPU while this runs a second time, by its own count."""
+def peak_of(run, release=lambda: None):
+    """The most bytes that torch has in use on a CPU while this runs a second time, by its own count.
+
+    `release` frees what the first time has left, such as gradients: whether the count takes notice of memory that goes
+    but came before it began is a matter of chance.
+    """
     run()
+    release()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     now = most = 0

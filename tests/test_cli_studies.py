@@ -91,7 +91,9 @@ def test_how_long_it_takes_is_what_each_trial_costs(monkeypatch):
     spec, points = plan(FILE, "quick", ["batch_size=2,4", "epochs=3,5", "evaluations=4"], seeds="2")
     # an evaluation after each epoch for 3 of them, 4 for 5; three steps to a pass
     one = {(size, n): 1 + 3 * n * 0.5 * size + 2 * min(n, 4) for size in (2, 4) for n in (3, 5)}
-    assert runs._seconds(spec, points, Options()) == pytest.approx(4 * sum(one.values()))  # two p, two seeds
+    assert runs._seconds(spec.find_task(FILE), points, Options()) == pytest.approx(
+        4 * sum(one.values())
+    )  # two p, two seeds
     assert sorted(measured) == [2, 4]
 
 

@@ -135,3 +135,9 @@ def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         assert f": {page.relative_to(ROOT / 'docs')}\n" in menu, page.name
+
+
+def test_the_cheat_sheet_to_print_is_one_page():
+    written = (ROOT / "docs" / "cheatsheet.pdf").read_bytes()
+    assert written.startswith(b"%PDF-")
+    assert len(re.findall(rb"/Type\s*/Page\b", written)) == 1

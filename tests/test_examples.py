@@ -220,6 +220,18 @@ def test_an_image_from_the_disk(tmp_path, monkeypatch):
     assert steps[63::64].mean().item() == pytest.approx(steps.mean().item(), rel=0.3)
 
 
+def test_rows_on_the_disk(tmp_path, monkeypatch):
+    said = run("14_million_rows.py", tmp_path)
+    assert "5,000 rows, 50 of them positive" in said
+    assert re.findall(r"^  last step: (\d+) of 5000 samples ran with gradients", said, re.MULTILINE) == ["500", "500"]
+    areas = [float(x) for x in re.findall(r"^(?:uniform|gradient): .* ROC AUC of new rows (\S+),", said, re.MULTILINE)]
+    assert len(areas) == 2
+    assert min(areas) > 0.6
+    example = load("14_million_rows.py", monkeypatch, tmp_path)
+    scores, labels = torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([False, False, True, True])
+    assert example["area"](scores, labels) == 0.75
+
+
 def cells(script):
     """Of a script in the percent form: (kind, text) of each cell."""
     found = []
@@ -240,7 +252,8 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_are_their_scripts(path):
     notebook = json.loads(path.read_text())
-    shown = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in notebook["cells"]]
+    own = [cell for cell in notebook["cells"] if cell["metadata"].get("tags") != ["front"]]
+    shown = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in own]
     assert shown == cells(EXAMPLES / f"{path.stem}.py"), "run `make notebooks`"
 
 
@@ -256,7 +269,7 @@ def test_notebooks_were_run(path):
     assert all("print(" not in "".join(cell["source"]) or cell["outputs"] for cell in code)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
-    assert all(not cell["metadata"] for cell in notebook["cells"])
+    assert all(cell["metadata"] in ({}, {"tags": ["front"]}) for cell in notebook["cells"])
     words = "".join(str(output.get("text", "")) for output in outputs) + str(notebook["metadata"])
     assert not re.search(r"/\w+/\w+", words)  # no paths of the machine that made it
 
@@ -275,3 +288,18 @@ def test_notebooks_are_valid(path):
     import nbformat
 
     nbformat.validate(nbformat.read(path, as_version=4))
+
+
+def test_notebooks_install_what_they_need_and_open_in_colab():
+    for path in NOTEBOOKS:
+        first = next(cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code")
+        assert "%pip install" in "".join(first["source"])
+        assert not first["outputs"]
+    pytest.importorskip("nbformat", reason="nbformat is not installed")
+    pytest.importorskip("jupytext", reason="jupytext is not installed")
+    pytest.importorskip("nbclient", reason="nbclient is not installed")
+    make = runpy.run_path(str(EXAMPLES / "notebooks" / "make.py"))
+    badge, install = make["front"]("10_long_series", "https://github.com/somebody/torch-backdrop")
+    there = "https://colab.research.google.com/github/somebody/torch-backdrop/blob/main/examples/notebooks/"
+    assert f"({there}10_long_series.ipynb)" in badge.source
+    assert '"torch-backdrop @ git+https://github.com/somebody/torch-backdrop"' in install.source

@@ -15,6 +15,7 @@ import backdrop
 from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
+TUPLES = ("_asdict", "_fields", "_replace")  # what all named tuples have
 
 
 def test_importing_the_core_imports_torch_and_nothing_else():
@@ -55,6 +56,16 @@ def test_the_benchmark_page_opens_with_all_of_them(monkeypatch):
     )
 
 
+def test_the_page_on_large_images_shows_the_measured_figures(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench_size = pytest.importorskip("bench_size", reason="it needs the extra experiments")
+    figures = json.loads((ROOT / "benchmarks" / "results" / "size-cpu.json").read_text())
+    page = (ROOT / "docs" / "large.md").read_text()
+    assert bench_size.block(figures) in page
+    assert figures["slopes"] == bench_size.slopes(figures["rows"])
+    assert figures["ratios"] == bench_size.ratios(figures["rows"])
+
+
 @pytest.mark.parametrize("name", ["layer-cpu", "layer-h200"])
 def test_the_benchmark_page_shows_the_measured_figures(name):
     page = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -72,9 +83,9 @@ def test_the_benchmark_page_shows_the_measured_figures(name):
         assert f"| {' | '.join(cells)} |" in page
 
 
-@pytest.mark.parametrize("name", ["skip-cpu", "skip-h200"])
+@pytest.mark.parametrize("name", ["skip-cpu", "skip-compiled-cpu", "skip-h200"])
 def test_the_page_on_skipping_shows_the_measured_figures(name):
-    page = (ROOT / "docs" / "skip.md").read_text()
+    page = (ROOT / "docs" / "skip" / "speed.md").read_text()
     figures = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     for row in figures["rows"]:
         case = row["case"].rsplit(", ", 1)[0]
@@ -83,6 +94,23 @@ def test_the_page_on_skipping_shows_the_measured_figures(name):
         line = next(line for line in page.splitlines() if line.startswith(f"| {case} | {row['plain_ms']:.1f} |"))
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         assert (cells[2], cells[4], cells[8]) == (f"{faster:.2f}", f"{of_forward:.2f}", f"{memory:.2f}")
+
+
+def test_the_page_on_skipping_shows_models_that_others_wrote():
+    page = (ROOT / "docs" / "skip" / "speed.md").read_text()
+    words = " ".join(page.split())
+    for row in json.loads((ROOT / "benchmarks" / "results" / "skip-foreign-cpu.json").read_text())["rows"]:
+        case, faster = row["case"], row.get("faster")
+        if "possible" in row:
+            line = next(line for line in page.splitlines() if line.startswith(f"| {case} | {row['plain_ms']:.0f} |"))
+            cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            assert cells[2:4] == [f"{faster:.2f}", f"{row['possible']:.2f}"]
+            assert ("&lt;" in cells[4]) == (faster < 0.85 * row["possible"])
+        elif faster is not None:
+            assert f"{faster:.1f} times as fast as plain" in words
+        else:
+            assert f"{row['faster_than_gradcache']:.2f} times its speed" in words
+            assert f"{row['memory_of_gradcache']:.2f} of its memory" in words
 
 
 def test_the_readme_quotes_what_skipping_saves():
@@ -102,7 +130,7 @@ def test_the_readme_quotes_what_skipping_saves():
 def test_the_page_on_losses_shows_the_measured_figures(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     bench = runpy.run_path(str(ROOT / "benchmarks" / "bench_losses.py"))
-    page = (ROOT / "docs" / "losses.md").read_text()
+    page = (ROOT / "docs" / "losses" / "costs.md").read_text()
     figures = json.loads((ROOT / "benchmarks" / "results" / "losses-cpu.json").read_text())
     for row in figures["rows"]:
         cells = bench["cells"](row)
@@ -158,17 +186,22 @@ def test_the_page_on_choosing_shows_what_is_printed():
         assert f"```text\n{words}\n```" in page
 
 
-def test_no_package_imports_the_private_names_of_another():
-    """What begins with an underscore is known in its own package alone, and `backdrop._core` in all of ours."""
+def test_no_package_knows_the_private_names_of_another():
+    """What begins with an underscore is known in its own module alone, and `backdrop._core` in all of ours."""
     source, found = ROOT / "src", []
     for path in sorted(source.rglob("*.py")):
-        own = path.relative_to(source).with_suffix("").parts
+        own, imported, said = path.relative_to(source).with_suffix("").parts, {}, []
         for node in ast.walk(ast.parse(path.read_text())):
-            where = [*(node.module or "").split(".")] if isinstance(node, ast.ImportFrom) else []
-            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            for name in names:
-                parts = (*where, *name.split("."))
-                owners = [parts[:i] for i, part in enumerate(parts) if re.match(r"_(?!_)", part)]
-                if parts[0] == "backdrop" and any(own[: len(owner)] != owner for owner in owners):
-                    found.append(f"{path.relative_to(source)}, line {node.lineno}: {'.'.join(parts)}")
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                where = (getattr(node, "module", None) or "").split(".") if isinstance(node, ast.ImportFrom) else []
+                named = {alias.asname or alias.name: (*where, *alias.name.split(".")) for alias in node.names}
+                imported |= named
+                said += [(node.lineno, parts) for parts in named.values()]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr not in TUPLES:
+                said.append((node.lineno, (node.value.id, node.attr)))
+        for line, (first, *rest) in said:
+            parts = (*imported.get(first, (first,)), *rest)
+            owners = [parts[:i] for i, part in enumerate(parts) if re.match(r"_(?!_)", part)]
+            if parts[0] == "backdrop" and any(own[: len(owner)] != owner for owner in owners):
+                found.append(f"{path.relative_to(source)}, line {line}: {'.'.join(parts)}")
     assert not found

@@ -651,7 +651,7 @@ def test_the_page_quotes_the_policies_on_two_cores(make):
     assert less("frozen", 0.001, "small").low > 0 > less("frozen", 0.001, "large").high
     time = [sum(record.seconds for record in c.records) for c in (exact, found["sampled", 0.003])]
     assert f"trains {time[0] / time[1]:.2f} times as fast" in page
-    for name in ("docs/skip.md", "docs/results.md"):
+    for name in ("docs/skip/statistics.md", "docs/results.md"):
         assert f"{-frozen.mean:.0f} points" in (ROOT / name).read_text()
     search = Results(TASKS["gp"], make.study("gp", "small-frozen").records())
     tried = {c.settings["lr"]: search.estimate(c) for c in search.measured}

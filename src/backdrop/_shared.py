@@ -36,7 +36,7 @@ from torch import Tensor
 
 from backdrop import functional
 from backdrop._core import informed
-from backdrop._core.checks import Choose, Dims, Patch, Probability, Scale, check_dims, is_readable
+from backdrop._core.checks import Choose, Dims, Patch, Probability, Scale, check_dims, check_not_batched, is_readable
 from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice, spread
 from backdrop._core.product import multiply, names_backdrop
 from backdrop._core.seeds import generator_for
@@ -353,7 +353,7 @@ class Draw:
         """The weights chosen by the first gradients that arrive, and then kept."""
         if self._weight is None:
             for grad in grads:
-                functional._check_not_batched(grad)
+                check_not_batched(grad)
             with torch.no_grad():
                 self._weight, self._norms = self.shared.choose(self, grads)
         return self._weight

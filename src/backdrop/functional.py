@@ -37,6 +37,8 @@ from backdrop._core.checks import (
     check_choose,
     check_differentiable,
     check_generator,
+    check_no_transforms,
+    check_not_batched,
     check_p,
     check_scale,
     check_shape,
@@ -194,7 +196,7 @@ def _choose(
     return spread(weight.to(dtype), lattice, grad.shape)
 
 
-def _choose_and_count(
+def choose_and_count(
     grads: Sequence[Tensor],
     p: Probability,
     dims: Dims,
@@ -303,7 +305,7 @@ def _apply_informed(
     floor: float,
     generator: torch.Generator | None,
 ) -> Tensor:
-    _check_no_transforms()
+    check_no_transforms()
     if torch.compiler.is_compiling() and not isinstance(p, Tensor):
         # Otherwise the count that p decides is a constant of the code, which is compiled anew at every step of p.
         p = p * torch.ones((), dtype=torch.float32 if x.device.type == "mps" else torch.float64, device=x.device)
@@ -336,26 +338,10 @@ class _InformedMask(torch.autograd.Function):
             weight = _choose(grad, *ctx.how)
         else:
             if ctx.weight is None:
-                _check_not_batched(grad)
+                check_not_batched(grad)
                 ctx.weight = _choose(grad, *ctx.how)
             weight = ctx.weight
         return multiply(grad, weight), None, None, None, None, None, None
-
-
-def _check_no_transforms() -> None:
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
-        )
-
-
-def _check_not_batched(grad: Tensor) -> None:
-    if torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad):
-        raise RuntimeError(
-            "choose='gradient' makes one choice for all passes through a call, by the gradient of the first, but "
-            "several came at once (is_grads_batched, vectorize=True or vmap); go back once by itself first, or one "
-            "after the other"
-        )
 
 
 def _device(device: torch.device | str | None, generator: torch.Generator | None) -> torch.device:

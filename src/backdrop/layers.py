@@ -33,6 +33,7 @@ from backdrop._core.checks import (
     check_dims,
     check_generator,
     check_int,
+    check_no_transforms,
     check_p,
     check_patch,
     check_scale,
@@ -200,7 +201,7 @@ class Backdrop(nn.Module):
     @not_compiled
     def _forward_shared(self, x: Tensor) -> Tensor:
         if self.choose == "gradient":
-            functional._check_no_transforms()
+            check_no_transforms()
         check_differentiable(x)
         check_dims(self.dims, x.ndim)
         wanted = self.training and wants_gradient(x)
@@ -281,7 +282,7 @@ class Backdrop(nn.Module):
 
         That is (sum |g_u|)^2 / sum |g_u|^2 over all units: reading it waits for the device.
         """
-        return functional._choose_and_count(
+        return functional.choose_and_count(
             grads, self._p, self.dims, self.patch, self.exact, self.scale, self.floor, self.generator
         )
 

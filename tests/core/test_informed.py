@@ -67,7 +67,7 @@ def test_systematic_choices_by_enumeration(norms, floor):
         edges = torch.cat([torch.tensor([0.0, 1.0]), edges]).double().sort().values
         for low, high in itertools.pairwise(edges.tolist()):
             if high - low > 1e-9:
-                kept = informed._systematic(pi, 2, u, torch.tensor([[(low + high) / 2]]).double())
+                kept = informed._systematic(pi, 2, u.argsort(1), torch.tensor([[(low + high) / 2]]).double())
                 assert kept.sum() == 2
                 found += (high - low) * kept[0].double()
     torch.testing.assert_close(found / math.factorial(size), pi[0], atol=1e-9, rtol=0)
@@ -122,6 +122,44 @@ def test_sizes_whose_squares_leave_float32(scale):
     grad = torch.tensor([[3.0, 4.0], [0.0, 1.0]]) * scale
     found = informed.unit_norms((grad, make_lattice((2, 2), 0, 1)))
     torch.testing.assert_close(found, torch.tensor([[5.0, 1.0]]).double() * scale, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "others"), [((5, 3, 7, 6), [1]), ((5, 3, 7, 6), [0, 1]), ((3, 700, 30, 20), [1]), ((2, 900, 800), [0])]
+)
+def test_the_fast_way_to_sizes(dtype, shape, others):
+    """On a CPU, a part of the squares at a time; all parts but one in one of the cases."""
+    torch.manual_seed(0)
+    grad = torch.randn(shape).to(dtype)
+    plain = torch.linalg.vector_norm(grad.double(), dim=others, keepdim=True)
+    torch.testing.assert_close(informed._norms_by_parts(grad, others).double(), plain, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("power", [0, 1, 4, 20])
+def test_the_fast_way_to_probabilities(power, monkeypatch):
+    """On a CPU, without sorting: the same, or none where it would take long."""
+    torch.manual_seed(0)
+    norms, found = torch.rand(30, 100, dtype=torch.float64) ** power, []
+    norms[norms < 1e-3] = 0
+    for number in (1, 10, 33.3, 60):
+        fast = informed._by_rounds(norms, number)
+        with monkeypatch.context() as patch:
+            patch.setattr(informed, "_is_readable", lambda x: False)
+            plain = informed.inclusion_probabilities(norms, number, 0.0)
+        found.append(fast is not None)
+        torch.testing.assert_close(informed.inclusion_probabilities(norms, number, 0.0), plain, rtol=1e-9, atol=1e-12)
+    assert any(found)
+
+
+@pytest.mark.parametrize("size", [3, informed.LARGE])
+def test_orders_are_permutations(size):
+    """Every unit is first in 1 of so many; by Hoeffding off by so much less than once in 1e9."""
+    torch.manual_seed(0)
+    orders = informed._orders(4000, size, torch.empty(0, dtype=torch.float64), None)
+    assert (orders.sort(1).values == torch.arange(size)).all()
+    firsts = torch.bincount(orders[:, 0], minlength=size) / 4000
+    assert ((firsts - 1 / size).abs() <= math.sqrt(math.log(2e9 * size) / 8000)).all()
 
 
 CASES = [

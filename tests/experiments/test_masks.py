@@ -387,7 +387,7 @@ def test_importing_it_imports_nothing_heavy():
 
 def test_without_optuna(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r"pip install 'torch-backdrop\[experiments\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[experiments\]' in a clone"):
         tune()
 
 

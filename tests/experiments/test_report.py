@@ -13,7 +13,6 @@ import re
 import statistics as standard
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from PIL import Image
 from rich.console import Console
 
 import made_up
+from backdrop._core import files
 from backdrop.experiments import live
 from backdrop.experiments.records import Record
 from backdrop.experiments.report import headline
@@ -487,12 +487,12 @@ def test_a_report_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     (path,) = write_report(AUC, "s", records, tmp_path / "page.html", format="html")
     before = path.read_bytes()
 
-    def full(self, data):
-        with self.open("wb") as file:
-            file.write(data[:100])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(data[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "open", lambda path, mode, opener: Full(path, mode, opener=opener), raising=False)
     with pytest.raises(OSError, match=r"the report cannot be written: No space left on device.*page\.html"):
         write_report(AUC, "other", records, path, format="html")
     assert path.read_bytes() == before

@@ -317,6 +317,7 @@ REFUSED = [
     ),
     (lambda: from_dataset(3), TypeError, ["length and items", "int"]),
     (lambda: from_dataset([]), ValueError, ["at least one item"]),
+    (lambda: from_dataset(DataLoader([torch.ones(2)])), TypeError, ["length and items", "DataLoader", "its .dataset"]),
     (lambda: from_dataset([(torch.ones(2), 1)]), TypeError, ["part=None", "tuple"]),
     (lambda: from_dataset([torch.tensor(1.0)]), ValueError, ["axis of channels"]),
 ]

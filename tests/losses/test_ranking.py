@@ -28,6 +28,7 @@ from backdrop.losses import (
     rank_statistic_loss,
     ranking,
     spearman_loss,
+    squared_hinge_auc_loss,
 )
 from tests.losses.test_soft_ranks import Largest
 
@@ -118,7 +119,8 @@ WAYS = ["as it comes", "sorted"]
 
 
 def take(way, monkeypatch):
-    if way == "sorted":
+    if way == "sorted":  # concordance by digits
+        monkeypatch.setattr(concordance, "CELLS", -1)
         for module in (_pairs, _soft_ranks, ranking):
             monkeypatch.setattr(module, "PAIRS", 0)
         for module in (_pairs, ranking, concordance):
@@ -420,14 +422,59 @@ def test_cold_concordance_is_that_of_lifelines():
     assert concordance_loss(hazards, times, events, temperature=1e-9).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("way", ["grid", "digits"])
 @pytest.mark.parametrize("ties", ["none", "few", "many"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_concordance_of_many_samples(ties, dtype):
+@pytest.mark.parametrize("temperature", [0.05, 0.5, 30.0])
+def test_concordance_of_many_samples(way, ties, dtype, temperature, monkeypatch):
+    if way == "digits":
+        monkeypatch.setattr(concordance, "CELLS", -1)
     n = 2100
     times = torch.randperm(n) if ties == "none" else torch.randint(n if ties == "few" else 7, (n,))
     events = torch.rand(n) < 0.5
     scores = torch.randn(n, dtype=dtype)
-    compare("concordance", scores, torch.stack([times.double(), events.double()], 1), torch.rand(n), 0.05)
+    compare("concordance", scores, torch.stack([times.double(), events.double()], 1), torch.rand(n), temperature)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 41])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("times", [1, 2, 5, 1000])
+def test_concordance_in_small_blocks(n, block, times, monkeypatch):
+    """Samples of one time in several blocks, blocks that are not full, and tables in parts."""
+    for name, value in {"FEW": 0, "BLOCK": block, "WORK": {"cpu": 100}}.items():
+        monkeypatch.setattr(concordance, name, value)
+    second = torch.stack([torch.randint(times, (n,)).double(), (torch.arange(n) % 3 < 2).double()], 1)
+    second[:2] = torch.tensor([[-1.0, 1.0], [1e9, 0.0]])  # two that can be compared
+    for weight in (None, torch.rand(n).clamp(min=0.1)):
+        compare("concordance", 3 * torch.randn(n, dtype=torch.float64), second, weight, 0.5)
+
+
+@pytest.mark.parametrize(("terms", "error"), [(12, 4e-8), (21, 1e-12)])
+def test_the_grid_of_concordance(terms, error):
+    nodes, cells = concordance.NODES[terms], 20
+    grid, to_series = concordance._grid(nodes, cells, torch.zeros(0, dtype=torch.float64))
+    x, others = (torch.linspace(0, 39.999, count, dtype=torch.float64) for count in (1001, 81))
+    cell = (x / concordance.CELL).long()
+    series = concordance._series((x / concordance.CELL - cell) * 2 - 1, nodes)
+    for function in (torch.sigmoid, lambda apart: torch.sigmoid(apart) * torch.sigmoid(-apart)):
+        table = function(others[:, None] - grid).view(len(others), cells, nodes) @ to_series
+        right = function(others[:, None] - x)
+        assert ((table[:, cell] * series).sum(-1) / right - 1).abs().max() < error
+
+
+def test_a_small_concordance_loss_keeps_its_digits():
+    """On the grid too, where all pairs are far apart and in the right order."""
+    n = 2000
+    times = torch.arange(n)
+    hazards = torch.where(times < 1000, 40.0, 0.0).double() + torch.rand(n).double()
+    hazards, events = hazards.requires_grad_(), (times < 1000) & (times % 1000 == 0)
+    expected = torch.sigmoid(hazards[1:] - hazards[0])
+    expected = torch.where(times[1:] < 1000, 0 * expected, expected).sum() / (n - 1)
+    loss = concordance_loss(hazards, times, events, temperature=1.0)
+    near = torch.sigmoid(hazards[1:1000] - hazards[0]).sum() / (n - 1)
+    assert loss.item() == pytest.approx((expected + near).item(), rel=1e-12)
+    gradient, right = (torch.autograd.grad(each, hazards)[0][1000:] for each in (loss, expected))
+    torch.testing.assert_close(gradient, right, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -462,7 +509,9 @@ def test_times_of_one_sample_after_the_other_may_be_infinite(monkeypatch):
     found = [concordance_loss(hazards, times, events, temperature=0.3)]
     monkeypatch.setattr(concordance, "FEW", 0)
     found.append(concordance_loss(hazards, times, events, temperature=0.3))
-    torch.testing.assert_close(*found, rtol=1e-12, atol=0)
+    monkeypatch.setattr(concordance, "CELLS", -1)
+    found.append(concordance_loss(hazards, times, events, temperature=0.3))
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-12, atol=0)
     compare("concordance", hazards, torch.stack([times.double(), events.double()], 1), None, 0.3)
 
 
@@ -576,3 +625,33 @@ def test_a_gpu_computes_the_same(name):
             found.append((loss.item(), x.grad.cpu()))
         assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
         assert (found[0][1] - found[1][1]).norm() <= 1e-6 * found[0][1].norm()
+
+
+@pytest.mark.parametrize(
+    "name", ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG"]
+)
+@pytest.mark.parametrize("n", [12, 1700])
+def test_under_torch_func(name, n):
+    """Of scores, for labels that all have in common."""
+    labels = torch.arange(n) % 3 == 0
+    loss = {
+        "rank statistic": lambda s: rank_statistic_loss(s, labels, temperature=0.3),
+        "squared hinge": lambda s: squared_hinge_auc_loss(s, labels),
+        "partial AUC": lambda s: partial_auc_loss(s, labels, max_fpr=0.3, temperature=0.3),
+        "average precision": lambda s: average_precision_loss(s, labels, temperature=0.3),
+        "concordance": lambda s: concordance_loss(s, torch.arange(n), labels, temperature=0.3),
+        "NDCG": lambda s: ndcg_loss(s, labels, temperature=0.3),
+    }[name]
+    scores = torch.randn(3, n)
+    expected = []
+    for each in scores:
+        x = each.clone().requires_grad_()
+        value = loss(x)
+        expected.append((value.detach(), torch.autograd.grad(value, x)[0]))
+    values, gradients = (torch.stack(each) for each in zip(*expected, strict=True))
+    torch.testing.assert_close(torch.func.vmap(loss)(scores), values)
+    torch.testing.assert_close(torch.func.grad(loss)(scores[1]), gradients[1])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(scores), gradients)
+    torch.testing.assert_close(torch.func.vmap(loss, 1)(scores.T), values)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.func.grad(lambda s: torch.func.grad(loss)(s).square().sum())(scores[0])

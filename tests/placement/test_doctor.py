@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_skipped_is_told_why():
         def forward(self, x):
             return self.linear(x), object()
 
-    found = doctor(Odd(), torch.randn(8, 3), lambda out: out[0].square().mean().sqrt())
+    found = doctor(Odd(), torch.randn(16, 3), lambda out: out[0].square().mean().sqrt())
     assert [bool(site.problem) for site in found.sites] == [True]
     assert "Not measured: " in str(found)
 
@@ -218,6 +218,21 @@ def test_memory_of_a_step_grows_with_what_it_keeps():
     assert 2 * 4 * 500 * 1000 <= reading.memory <= 5 * 4 * 500 * 1000
 
 
+def test_memory_is_the_same_whatever_was_measured_before():
+    """Gradients that an earlier measurement left, and that a step gives back, do not count."""
+    model, x = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1)), torch.randn(8, 1000)
+    batch = Batch(x, (), None)
+    seen = [peak(lambda: batch.step(model), torch.device("cpu")) for _ in range(3)]
+
+    def leaves_gradients():
+        model.zero_grad()
+        model(x).sum().backward()
+
+    seen += [peak(leaves_gradients, torch.device("cpu")) for _ in range(3)]
+    assert min(seen) >= 4 * 1000 * 1000
+    assert max(seen) == pytest.approx(min(seen), rel=0.05)
+
+
 def test_what_fits_is_where_memory_ends():
     model, x = images(norm=False), torch.randn(8, 1, 96, 96)
     for room in doctor(model, x, memory="64M").rooms:
@@ -264,6 +279,7 @@ def test_memory_that_is_none(memory):
         ((nn.Linear(2, 1), torch.ones(3, 2), "mse"), TypeError, "loss has to be a function"),
         ((nn.ReLU(), torch.ones(3, 2)), ValueError, "nothing to train"),
         (("model", torch.ones(3, 2)), TypeError, r"torch\.nn\.Module"),
+        ((nn.Linear(2, 1), torch.ones(3, 2), mse_loss), TypeError, r"batch has 0: .*'target'; batch has to be"),
     ],
 )
 def test_bad_arguments(arguments, error, words):

@@ -223,3 +223,35 @@ def test_dropout_before_a_mask_of_positions():
     layers = [nn.Conv2d(1, 4, 3), nn.Dropout(0.1), nn.Conv2d(4, 4, 3), Backdrop2d(0.999, exact=True)]
     report = savings(nn.Sequential(*layers), (1, 1, 256, 256))
     assert next(iter(report.values())).time is not None
+
+
+def large(p):
+    layers = [nn.Conv2d(1, 8, 5, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()]
+    return nn.Sequential(*layers, Backdrop2d(p), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def test_tiles_and_budgets_are_those_of_a_step():
+    model, shape = large(0.999), (1, 1, 512, 512)
+    whole = savings(model, shape)["4"]
+    tiled = savings(model, shape, memory="2MB")["4"]
+    assert tiled.memory < whole.memory < 1
+    assert whole.time <= tiled.time
+    fast = skip_blocked(model, memory="2MB")
+    fast(torch.randn(shape)).sum().backward()
+    assert f"in tiles: {fast.skip_report[0].tiles}" == tiled.note.removeprefix("skips 0 to 3, 4 calls; ")
+    assert "in tiles: " in savings(model, shape, tile=128)["4"].note
+
+
+def test_tiles_run_whatever_p_is():
+    """Forward once and once again with gradients, without what a plain step keeps."""
+    dense = savings(large(0.0), (1, 1, 512, 512), memory="3MB")["4"]
+    assert dense.time > 1
+    assert dense.memory < 1
+
+
+def test_a_budget_that_nothing_fits_in_is_an_error_here_too():
+    with pytest.raises(ValueError, match="the least that would do"):
+        savings(large(0.99), (1, 1, 512, 512), memory="100kB")
+    with pytest.raises(ValueError, match="the least that would do"):
+        inspect(large(0.99), (1, 1, 512, 512), memory="100kB")
+    assert "in tiles: " in str(inspect(large(0.99), (1, 1, 512, 512), memory="3MB"))

@@ -38,6 +38,32 @@ def rows(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
+class LeavesOne(nn.Module):
+    """Calls one of its masks, and the other from the second step on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8).double(), nn.Linear(8, 4).double()
+        self.mask, self.other, self.both = Backdrop(0.5, exact=True), Backdrop(0.5, exact=True), False
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.mask(self.b(self.other(h) if self.both else h))
+
+
+def test_a_mask_that_is_not_called_is_said_to_be_that():
+    plain = LeavesOne()
+    fast = skip_blocked(plain, when="always")
+    assert_same(plain, fast, rows(8, 6), steps=1)
+    said = {entry.mask: entry for entry in fast.skip_report}
+    assert said["other"].last == "plain: the model did not call it"
+    assert said["mask"].share == 1.0
+    plain.both = fast.both = True
+    assert_same(plain, fast, rows(8, 6))
+    assert all(entry.share > 0 for entry in fast.skip_report)
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):

@@ -125,6 +125,35 @@ def test_hooks_on_the_mask_run_once(hook, number):
     same(plain, fast, picture(number))
 
 
+class HooksItsWeights(nn.Module):
+    """As torch copies modules without the hooks of their parameters, those of the copy have to be given anew."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((4, 5), (5, 3)))
+        self.calls = 0
+        self.a.weight.register_hook(self.scaled)
+        self.b.weight.register_post_accumulate_grad_hook(self.clipped)
+
+    def scaled(self, grad):
+        self.calls += 1
+        return grad * (2 + self.calls)
+
+    def clipped(self, weight):
+        weight.grad.clamp_(-1, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_hooks_on_parameters_are_copied():
+    plain, fast = pair(HooksItsWeights(), samples())
+    same(plain, fast, table())
+    assert plain.body.calls == fast.body.calls == 2
+    assert skips(fast)
+
+
 class Doubled(Backdrop):
     def forward(self, x):
         return super().forward(x * 2) + 1

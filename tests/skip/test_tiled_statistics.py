@@ -272,10 +272,10 @@ def test_what_reads_all_of_a_source_is_named():
 
     source = Held(torch.randn(1, 1, 20, 20))
     model = Centred(nn.Conv2d(1, 2, 3), Backdrop2d(0.9))
-    with pytest.raises(RuntimeError, match=r"Held\(shape=\(1, 1, 20, 20\).* mean reads all of it"):
+    with pytest.raises(RuntimeError, match=r"Held\(shape=\(1, 1, 20, 20\).* mean needs all of it at once"):
         skip_blocked(model, tile=8)(source)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), Backdrop2d(0.9))
-    with pytest.raises(RuntimeError, match=r"0 reads all of it .*batch statistics"):
+    with pytest.raises(RuntimeError, match=r"0 needs all of it at once .*batch statistics"):
         skip_blocked(model, tile=8)(source)
     with pytest.raises(ValueError, match="give tile="):
         skip_blocked(model)(source)

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
-from backdrop import Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
+import processes
+from backdrop import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d, Skip, skip_blocked
 from backdrop.skip.positions import Positions
 from skip.test_windows import masks, segments
 from skipping import ChannelNorm, assert_close, assert_same_gradients, captures, check, step
@@ -246,6 +248,118 @@ def test_segments_share_a_budget():
     # The value at the mask and its gradient are 524 kB; the second segment has as much.
     assert ", 688 kB kept" in said[0]
     assert ", 1.21 MB kept" in said[1]
+
+
+@pytest.mark.parametrize("dims", [(2, 3), (0, 2), (0, 3)])
+def test_masks_along_some_axes_of_space(dims):
+    """A source is read along all of the others."""
+    layers = [nn.Conv2d(1, 3, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2), Backdrop(0.8, dims=dims)]
+    model, x = nn.Sequential(*layers).double(), torch.randn(3, 1, 33, 41, dtype=torch.float64)
+    fast = check(model, x, tile=10)
+    a, b = step_on(copy.deepcopy(model), x), step_on(fast, Held(x))
+    assert_close(a.output, b.output, 1e-10)
+    assert_same_gradients(a, b)
+
+
+def test_positions_along_the_second_axis():
+    """As of tokens, (samples, tokens, channels)."""
+    layers = [nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 3), Backdrop(0.8, dims=(0, 1))]
+    model, x = nn.Sequential(*layers).double(), torch.randn(3, 50, 6, dtype=torch.float64)
+    fast = check(model, x, tile=7)
+    a, b = step_on(copy.deepcopy(model), x), step_on(fast, Held(x))
+    assert_close(a.output, b.output, 1e-10)
+    assert_same_gradients(a, b)
+
+
+def test_samples_of_a_source_lie_along_the_first_axis():
+    class Turned(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.transpose(0, 2))
+
+    model = skip_blocked(Turned(nn.Conv1d(1, 4, 3, 2, 1), nn.ReLU(), Backdrop1d(0.8)), tile=7)
+    with pytest.raises(RuntimeError, match="samples along axis 0, but the model has them along 2"):
+        model(Held(torch.randn(40, 1, 3)))
+
+
+def test_zeros_of_either_sign_are_not_one_value():
+    class Inverse(nn.Module):
+        def forward(self, x):
+            return (1 / x).tanh()
+
+    x = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
+    x[..., 8:] = -0.0
+    model = nn.Sequential(Inverse(), nn.Conv2d(1, 1, 1), Backdrop2d(0.5)).double()
+    fast = skip_blocked(model, tile=8)
+    assert_close(step_on(copy.deepcopy(model), x).output, step_on(fast, Held(x)).output, 1e-10)
+
+
+def _each_its_own_images(rank):
+    """Gradients of a model in tiles and of the plain one, on images whose sizes differ from process to process."""
+    found = []
+    for tile in (None, 9):
+        torch.manual_seed(0)
+        model = Net(0.9).double()
+        model = model if tile is None else skip_blocked(model, tile=tile)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for i in range(3):
+            torch.manual_seed(10 * i + rank)
+            x = torch.randn(1, 2, 26 + 4 * rank, 30 + 2 * i, dtype=torch.float64)
+            wrapped(x if tile is None else Held(x)).square().sum().backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-4 * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+def test_two_processes_with_images_of_their_own():
+    one, other = processes.run(_each_its_own_images, 2, timeout=120)
+    for found in (one, other):
+        torch.testing.assert_close(found[3:], found[:3], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        x = torch.randn(1, 1, 24 + 3 * i, 30 - i, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        return Held(x), i
+
+
+def test_resuming_in_the_middle_of_an_epoch():
+    """What is stored is what any training stores: weights, buffers, the optimiser and the random numbers."""
+
+    def trained(stop, stored=None):
+        torch.manual_seed(1)
+        layers = [nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3), Backdrop2d(0.9)]
+        model = skip_blocked(nn.Sequential(*layers).double(), statistics="running", tile=8)
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+        if stored is not None:
+            model.load_state_dict(stored["model"])
+            optimiser.load_state_dict(stored["optimiser"])
+            torch.set_rng_state(stored["random"])
+        done, order = 0, torch.Generator()
+        for epoch in range(2):
+            order.manual_seed(epoch)
+            for source, label in DataLoader(Images(), batch_size=None, shuffle=True, generator=order):
+                done += 1
+                if stored is not None and done <= stored["done"]:
+                    continue
+                (model(source).mean() - label).square().backward()
+                if done % 2 == 0:  # gradients of two images add up
+                    optimiser.step()
+                    optimiser.zero_grad()
+                if done == stop:
+                    state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+                    return copy.deepcopy(state | {"random": torch.get_rng_state(), "done": done})
+        return model.state_dict()
+
+    whole, again = trained(0), trained(0, trained(4))
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
 BAD = [

@@ -57,6 +57,24 @@ class TwoMasks(Masked):
         return self.mask(self.b(h)) * self.other(self.c(h))
 
 
+@whole("two masks on one value")
+class SameValue(TwoMasks):
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.other.p = self.mask.p / 2
+
+    def forward(self, x):
+        h = self.b(self.a(x).tanh())
+        return self.mask(h), self.c(self.other(h))
+
+
+@whole("two masks on one value, which goes elsewhere too")
+class SameValueElsewhere(SameValue):
+    def forward(self, x):
+        h = self.b(self.a(x).tanh())
+        return self.mask(h) * self.other(h) + self.c(h)
+
+
 @whole("two masks in a row")
 class Chain(TwoMasks):
     def forward(self, x):

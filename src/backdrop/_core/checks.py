@@ -211,3 +211,19 @@ def _as_ints(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, (int, numbers.Integral)):
             raise TypeError(f"{name} has to be an integer or a sequence of integers, but got {value!r}")
     return items
+
+
+def check_no_transforms() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "choose='gradient' is not there under torch.func's transforms: use torch.autograd, or 'uniform'"
+        )
+
+
+def check_not_batched(grad: Tensor) -> None:
+    if torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "choose='gradient' makes one choice for all passes through a call, by the gradient of the first, but "
+            "several came at once (is_grads_batched, vectorize=True or vmap); go back once by itself first, or one "
+            "after the other"
+        )

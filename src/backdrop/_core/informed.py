@@ -20,6 +20,10 @@ from torch import Tensor
 from backdrop._core.checks import Probability, Scale, check_devices
 from backdrop._core.draw import Lattice, is_zero
 
+LARGE = 64  # units, from which on permutations are drawn one by one
+PART = 2**18  # numbers whose squares are added up at a time, so that they stay in the cache
+ROUNDS = 6  # of the fast way to inclusion probabilities, before the one that sorts
+
 
 def weigh(
     grad: Tensor,
@@ -53,10 +57,11 @@ def weigh_norms(
         number = number.round().clamp(min=1) if isinstance(number, Tensor) else max(1, round(number))
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
-    u = _random(total, size + 1, norms, generator)[own]
     if exact:
-        kept = _systematic(inclusion, number, u[:, :-1], u[:, -1:])
+        order = _orders(total, size, norms, generator)[own]
+        kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
+        u = _random(total, size + 1, norms, generator)[own]
         kept, inclusion = _independent(inclusion, u[:, :-1], u[:, -1:])
     weight = torch.where(kept, 1 / inclusion, 0.0) if scale is not None else kept.to(norms.dtype)
     return weight * (1 - p) if scale == "eq1" else weight
@@ -66,6 +71,19 @@ def _random(groups: int, size: int, like: Tensor, generator: torch.Generator | N
     if generator is None:  # the form with the argument cannot be compiled for batches of any size
         return torch.rand(groups, size, device=like.device, dtype=like.dtype)
     return torch.rand(groups, size, generator=generator, device=like.device, dtype=like.dtype)
+
+
+def _orders(groups: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A random order of the units of each group. On a CPU sorting would take longer than all else."""
+    if _is_readable(like) and size >= LARGE:
+        return torch.stack([torch.randperm(size, generator=generator) for _ in range(groups)])
+    return _random(groups, size, like, generator).argsort(1)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether looking at values costs nothing and may decide what is done."""
+    plain = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return plain and not torch._C._functorch.is_batchedtensor(x)
 
 
 def unit_norms(*given: tuple[Tensor, Lattice]) -> Tensor:
@@ -91,6 +109,8 @@ def effective_number(norms: Tensor) -> float:
 
 def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
     wide = torch.float32 if grad.device.type == "mps" else torch.float64
+    if not torch.compiler.is_compiling() and grad.layout != torch.strided:
+        grad = grad.to_dense()
     others = [axis for axis in range(grad.ndim) if axis not in lattice.axes]
     if grad.is_complex():
         others, grad = [*others, grad.ndim], torch.view_as_real(grad.resolve_conj())
@@ -109,14 +129,37 @@ def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
     """
     if not others:
         return grad.abs().to(wide)
-    readable = type(grad) is Tensor and grad.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not readable or grad.dtype == torch.float64:
+    if not _is_readable(grad) or grad.dtype == torch.float64:
         return _norm(grad, others, wide)
-    norms = _norm(grad, others, torch.float32)
+    inner = grad.ndim - 1 not in others and grad.is_contiguous() and grad.numel() > 0
+    norms = _norms_by_parts(grad, others) if inner else _norm(grad, others, torch.float32)
     low, high = map(float, norms.aminmax()) if norms.numel() else (1.0, 1.0)
     if low > 1e-15 and high < 1e15:
         return norms.to(wide)
     return _norm(grad, others, wide)
+
+
+def _norms_by_parts(grad: Tensor, others: list[int]) -> Tensor:
+    """In float32, over axes of which none is the last: torch's own norm goes through memory in leaps there.
+
+    A part at a time, whose squares stay in the cache and in one place: memory that is new each time costs more.
+    """
+    total = grad.new_empty([1 if axis in others else n for axis, n in enumerate(grad.shape)], dtype=torch.float32)
+    within, free = [axis - 1 for axis in others if axis], next(a for a in range(1, grad.ndim) if a not in others)
+    rows = max(1, grad.shape[free] * PART * len(grad) // grad.numel())
+    squares = grad.new_empty(0, dtype=torch.float32)
+    for i, one in enumerate(grad.unbind()):
+        place = total[0 if 0 in others else i]
+        for part, sums in zip(one.split(rows, free - 1), place.split(rows, free - 1), strict=True):
+            part = part.float()
+            torch.mul(part, part, out=squares.resize_(part.shape))
+            if not within:
+                sums.copy_(squares) if i == 0 or 0 not in others else sums.add_(squares)
+            elif 0 in others and i:
+                sums.add_(squares.sum(within, keepdim=True))
+            else:
+                torch.sum(squares, within, keepdim=True, out=sums)
+    return total.sqrt_()
 
 
 def _norm_of_neighbours(x: Tensor, axis: int, patch: int) -> Tensor:
@@ -139,6 +182,8 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     Where gradients are infinite or NaN, those units come first and all others are alike; where all are zero, all are.
     """
     size = norms.shape[1]
+    if _is_readable(norms) and not isinstance(number, Tensor) and (pi := _by_rounds(norms, number)) is not None:
+        return pi.mul_(1 - floor).add_(floor * number / size) if floor else pi
     finite = norms.isfinite()
     norms = torch.where(finite.all(1, keepdim=True), norms, (~finite).to(norms.dtype))
     largest = norms.amax(1, keepdim=True)
@@ -156,18 +201,40 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     return (1 - floor) * pi + floor * number / size if floor else pi
 
 
-def _systematic(pi: Tensor, number: Any, u: Tensor, offset: Tensor) -> Tensor:
-    """Just `number` units: those in whose part of a line, laid in random order, one of its equally spaced points lies.
+def _by_rounds(norms: Tensor, number: float) -> Tensor | None:
+    """The same without a floor, by taking out those that are sure again and again; None where that takes long.
 
-    Units that are sure to be kept, or not to be, come first, where sums are exact.
+    Also where sums leave their range, and where nothing is left to share.
     """
-    order = torch.where((pi >= 1) | (pi <= 0), -1.0, u).argsort(1)
-    ends = pi.gather(1, order).cumsum(1).clamp(max=number)
-    last = torch.arange(pi.shape[1], device=pi.device) == pi.shape[1] - 1
-    ends = torch.where(last, number, ends)
+    rest = norms.sum(1, keepdim=True)
+    if not norms.numel() or not bool(((rest > 1e-150) & (rest < 1e150)).all()):
+        return None
+    pi = norms * (number / rest)
+    sure: Tensor | None = None
+    for _ in range(ROUNDS):
+        new = pi > 1
+        if not bool(new.any()):
+            return pi
+        sure = new if sure is None else sure | new
+        rest = norms.masked_fill(sure, 0.0).sum(1, keepdim=True)
+        if not bool((rest > 1e-150).all()):
+            return None
+        pi = (norms * ((number - sure.sum(1, keepdim=True).to(norms.dtype)) / rest)).masked_fill_(sure, 1.0)
+    return None
+
+
+def _systematic(pi: Tensor, number: Any, order: Tensor, offset: Tensor) -> Tensor:
+    """Just `number` units: those in whose part of a line, laid in this order, one of its equally spaced points lies.
+
+    Units that are sure to be kept are not on the line, and the last one with a part has all that rounding left.
+    """
+    sure = pi >= 1
+    number = number - sure.sum(1, keepdim=True).to(pi.dtype)
+    ends = pi.masked_fill(sure, 0.0).gather(1, order).cumsum(1)
+    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp(max=number)
     points = (ends - offset).ceil().clamp(min=0)
     before = torch.cat([torch.zeros_like(points[:, :1]), points[:, :-1]], 1)
-    return torch.zeros_like(pi, dtype=torch.bool).scatter(1, order, points > before)
+    return torch.zeros_like(sure).scatter(1, order, points > before) | sure
 
 
 def _independent(pi: Tensor, u: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:

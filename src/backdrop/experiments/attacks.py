@@ -2,7 +2,8 @@
 
 FGSM takes one step along the sign of the gradient (Goodfellow, Shlens and Szegedy, "Explaining and harnessing
 adversarial examples", 2015), PGD many small ones from a random start (Madry et al., "Towards deep learning models
-resistant to adversarial attacks", 2018). The network has to be in eval mode, in which masks do nothing.
+resistant to adversarial attacks", 2018). The network gives scores of classes, and has to be in eval mode, in which
+masks do nothing. A radius is by how much a pixel may change, of 0 (black) to 1 (white).
 """
 
 from __future__ import annotations
@@ -27,15 +28,7 @@ class Pixels(NamedTuple):
 
 
 def fgsm(model: nn.Module, images: Tensor, labels: Tensor, radius: float, pixels: Pixels) -> Tensor:
-    """Images after one step that raises the loss.
-
-    Args:
-        model: gives scores of classes.
-        images: as the model takes them.
-        labels: of the images.
-        radius: by how much a pixel may change, of 0 (black) to 1 (white).
-        pixels: the range of pixels.
-    """
+    """Images after one step that raises the loss."""
     reach = radius * (pixels.white - pixels.black)
     return _within(images + reach * _direction(model, images, labels), images, reach, pixels)
 
@@ -43,17 +36,7 @@ def fgsm(model: nn.Module, images: Tensor, labels: Tensor, radius: float, pixels
 def pgd(
     model: nn.Module, images: Tensor, labels: Tensor, radius: float, pixels: Pixels, *, steps: int = 20, seed: int = 0
 ) -> Tensor:
-    """Images after several steps of a quarter of the radius, from a random start, that each stay within the radius.
-
-    Args:
-        model: gives scores of classes.
-        images: as the model takes them.
-        labels: of the images.
-        radius: by how much a pixel may change, of 0 (black) to 1 (white).
-        pixels: the range of pixels.
-        steps: how many.
-        seed: of the start.
-    """
+    """Images after several steps of a quarter of the radius, from a random start, that each stay within the radius."""
     reach = radius * (pixels.white - pixels.black)
     generator = torch.Generator(images.device).manual_seed(seed)
     start = 2 * torch.rand(images.shape, generator=generator, device=images.device, dtype=images.dtype) - 1
@@ -66,17 +49,7 @@ def pgd(
 def accuracy_under(
     attack: Attack, model: nn.Module, images: Tensor, labels: Tensor, radius: float, pixels: Pixels, batch: int = 1000
 ) -> float:
-    """The share of images, in percent, that a model still classifies correctly.
-
-    Args:
-        attack: `fgsm` or `pgd`.
-        model: gives scores of classes.
-        images: as the model takes them.
-        labels: of the images.
-        radius: by how much a pixel may change, of 0 (black) to 1 (white).
-        pixels: the range of pixels.
-        batch: how many images to attack at a time.
-    """
+    """The share of images, in percent, that a model still classifies correctly; so many are attacked at a time."""
     right = 0
     for some, its in zip(torch.split(images, batch), torch.split(labels, batch), strict=True):
         with torch.no_grad():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backdrop._core.files import read, replace
+from backdrop.experiments.records import is_number
 from backdrop.experiments.task import trial_key
 
 __all__ = ["Unusable", "load", "read_result", "save", "save_weights", "write_log", "write_result"]
@@ -52,12 +53,9 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 
 def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
     """The state that was saved for this trial of so many epochs, if there is one. Nothing in the file is run."""
-    try:
-        content = read(path)
-    except FileNotFoundError:
+    content = _content(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
     head, _, payload = content.partition(b"\n")
     if head != HEAD + hashlib.sha256(payload).hexdigest().encode():
         raise Unusable(f"{path} is damaged: its checksum does not fit")
@@ -70,6 +68,16 @@ def load(path: Path, key: str, epochs: int) -> dict[str, Any] | None:
         raise Unusable(f"{path} {problem}")
     result: dict[str, Any] = state
     return result
+
+
+def _content(path: Path) -> bytes | None:
+    """What is in a file, if it is there."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _problem(state: Any, key: str, epochs: int) -> str | None:
@@ -85,7 +93,7 @@ def _problem(state: Any, key: str, epochs: int) -> str | None:
         return f"has to hold a row of numbers for each of {epoch} epochs"
     if [row["epoch"] for row in curve] != list(range(1, epoch + 1)):
         return f"has to hold the epochs 1 to {epoch}"
-    if not (_is_number(state["seconds"]) and 0 <= state["seconds"] < math.inf):
+    if not (is_number(state["seconds"]) and 0 <= state["seconds"] < math.inf):
         return f"has to say how many seconds it took, but got {state['seconds']!r}"
     ranks = state["rng"]
     if not (isinstance(ranks, list) and ranks and all(map(_are_tensors, ranks)) and _are_tensors(state["generators"])):
@@ -94,12 +102,8 @@ def _problem(state: Any, key: str, epochs: int) -> str | None:
 
 
 def _is_row(row: Any) -> bool:
-    numbers = isinstance(row, dict) and all(isinstance(name, str) and _is_number(row[name]) for name in row)
+    numbers = isinstance(row, dict) and all(isinstance(name, str) and is_number(row[name]) for name in row)
     return numbers and all(name in row for name in ROW)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _are_tensors(values: Any) -> bool:
@@ -123,20 +127,14 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path, key: str | None = None) -> dict[str, Any] | None:
-    """What came of a trial, if it is done.
-
-    Args:
-        path: of the file.
-        key: of the trial; that of another is no result of this one. By default it may be of any.
-    """
-    try:
-        found = json.loads(read(path))
-    except FileNotFoundError:
+    """What came of a trial, if it is done: of the one with this key, or by default of any."""
+    content = _content(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise Unusable(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        found = json.loads(content)
     except (ValueError, RecursionError):
-        raise Unusable(f"{path} is {'no JSON' if path.stat().st_size else 'empty'}") from None
+        raise Unusable(f"{path} is {'no JSON' if content else 'empty'}") from None
     problem = _result_problem(found)
     if problem:
         raise Unusable(f"{path} {problem}")
@@ -151,14 +149,13 @@ def _result_problem(found: Any) -> str | None:
     result = {name: value for name, value in found.items() if name != "checksum"}
     if "checksum" in found and found["checksum"] != _checksum(result):
         return "is damaged: its checksum does not fit"
-    kinds = (dict, dict, list, dict)
-    parts = (result["settings"], result["metrics"], result["curve"], result["machine"])
-    if not all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True)):
+    kinds = {"settings": dict, "metrics": dict, "curve": list, "machine": dict}
+    if not all(isinstance(result[name], kind) for name, kind in kinds.items()):
         return "has to hold settings, metrics, a curve and a machine"
     if result["key"] != trial_key(str(result["task"]), result["settings"]):
         return "has a key that does not fit its settings"
     numbers = [result["seconds"], *result["metrics"].values()]
-    if not all(map(_is_number, numbers)) or not all(map(_is_row, result["curve"])):
+    if not all(map(is_number, numbers)) or not all(map(_is_row, result["curve"])):
         return "has to hold numbers"
     return None
 

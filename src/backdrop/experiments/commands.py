@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -79,25 +81,7 @@ DataRoot = Annotated[
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Run failed trials once more.")]
 
 
-class How(NamedTuple):
-    """What commands that train are told, but for what to train."""
-
-    folder: Path
-    storage: str | None
-    workers: int | None
-    options: Any
-    name: str | None = None
-    given: tuple[str, ...] = ()
-    retry: bool = False
-
-    @property
-    def place(self) -> Any:
-        from backdrop.experiments.runs import Place
-
-        return Place(self.folder.expanduser(), self.name, self.storage)
-
-
-def _takes(make: Callable[..., How]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _takes(make: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command the parameters of another function in place of `how`, which is what that makes of them."""
 
     def changed(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +114,8 @@ def _training(
     compile_: Compile = False,
     keep_weights: KeepWeights = False,
     data_root: DataRoot = None,
-) -> How:
+) -> Any:
+    from backdrop.experiments.runs import How
     from backdrop.experiments.train import Options
 
     if log not in ("json", "tensorboard"):
@@ -145,7 +130,7 @@ def _training(
         keep_weights=keep_weights,
         data_root=data_root,
     )
-    return How(folder, storage, workers, options)
+    return How(options, folder.expanduser(), storage, workers)
 
 
 @_takes(_training)
@@ -156,11 +141,11 @@ def _beginning(
     skip: Skip = None,
     retry_failed: RetryFailed = False,
     *,
-    how: How,
-) -> How:
+    how: Any,
+) -> Any:
     named = {"precision": precision, "skip": skip}  # settings that have an option of their own
     given = (*(set_ or ()), *(f"{setting}={value}" for setting, value in named.items() if value is not None))
-    return how._replace(name=name, given=given, retry=retry_failed)
+    return replace(how, name=name, given=given, retry=retry_failed)
 
 
 @app.command()
@@ -171,7 +156,7 @@ def run(
     seeds: Seeds = None,
     report: Annotated[bool, typer.Option(help="Write a page about the trials at the end.")] = True,
     *,
-    how: How,
+    how: Any,
 ) -> None:
     """Run an experiment, or what is missing of it: the same command goes on with what was stopped.
 
@@ -179,11 +164,7 @@ def run(
     """
     from backdrop.experiments import runs
 
-    workers, retry = how.workers, how.retry
-    failed = runs.run(
-        task, preset, how.given, seeds, how.place, how.options, workers=workers, retry=retry, report=report
-    )
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if runs.run(task, preset, seeds, replace(how, report=report)) else 0)
 
 
 @app.command()
@@ -194,14 +175,12 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="How many, in all.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Of all trials, and of the search.")] = 0,
     *,
-    how: How,
+    how: Any,
 ) -> None:
     """Search for mask probabilities, learning rate and weight decay, judged on validation data."""
     from backdrop.experiments import runs
 
-    workers, retry = how.workers, how.retry
-    failed = runs.tune(task, preset, how.given, trials, seed, how.place, how.options, workers=workers, retry=retry)
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if runs.tune(task, preset, trials, seed, how) else 0)
 
 
 @app.command()
@@ -211,7 +190,7 @@ def worker(
     wait: Annotated[bool, typer.Option(help="Wait for other workers, to take over from those that die.")] = True,
     task: Own = None,
     *,
-    how: How,
+    how: Any,
 ) -> None:
     """Join a study, also from another machine, and work on it until nothing is left to do.
 
@@ -219,7 +198,7 @@ def worker(
     """
     from backdrop.experiments import runs
 
-    runs.join(how._replace(name=study).place, how.options, workers=how.workers, task=task, wait=wait)
+    runs.join(replace(how, name=study), task=task, wait=wait)
 
 
 @app.command()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import wording
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.study.plan import Readable, Spec
@@ -24,18 +24,12 @@ from backdrop.experiments.task import Task
 if TYPE_CHECKING:
     from backdrop.experiments.report import tables
 
-__all__ = ["Display", "counts", "failures_table", "progress", "result", "results_table", "trials_table"]
+__all__ = ["Display", "outcome", "progress", "trials_table"]
 
 POLL = 1.0  # seconds between two looks at the study
 MOST = 12  # running trials that are shown
 DONE = ("complete", "pruned", "failed")
 COLOURS = {"complete": "green", "pruned": "yellow", "failed": "red", "running": "cyan", "waiting": ""}
-
-
-def counts(records: Sequence[Record]) -> dict[str, int]:
-    """How many trials are in each state."""
-    found = Counter(record.state for record in records)
-    return {state: found[state] for state in ("complete", "running", "failed", "pruned", "waiting")}
 
 
 def _summary(records: Sequence[Record]) -> str:
@@ -74,12 +68,7 @@ def _cells(row: Mapping[str, Any], spec: Spec) -> list[str]:
 
 
 class Display:
-    """Shows a study while others work on it, or this process does: it has a thread of its own.
-
-    Args:
-        study: to look at.
-        console: to write to.
-    """
+    """Shows a study while others work on it, or this process does: it has a thread of its own."""
 
     def __init__(self, study: Readable, console: Console) -> None:
         self.study, self.console = study, console
@@ -134,8 +123,7 @@ class Display:
     def _with_own(self, records: Sequence[Record]) -> Iterator[Record]:
         for record in records:
             row = self.own.get(self.study.spec.key(record.settings)) if record.state == "running" else None
-            fields = {name: getattr(record, name) for name in ("key", "state", "settings")}
-            yield record if row is None else Record(**fields, progress=row)
+            yield record if row is None else replace(record, progress=row)
 
     def _tell(self, record: Record, records: Sequence[Record]) -> None:
         spec = self.study.spec
@@ -162,26 +150,16 @@ def trials_table(study: Readable, records: Sequence[Record]) -> Table:
     return table
 
 
-def results_table(task: type[Task], spec: Spec, records: Sequence[Record]) -> RenderableType:
-    """Mean and spread over seeds of each configuration, or the best trials of a search."""
-    from backdrop.experiments.report import tables
+def outcome(task: type[Task], spec: Spec, records: Sequence[Record]) -> Iterator[RenderableType]:
+    """What came of a study, in a table and a sentence, and what failed."""
+    from backdrop.experiments.report import headline, tables
 
     results = Results(task, records)
-    return _table(tables.search(results) if spec.kind == "tune" else tables.configurations(results, brief=True))
-
-
-def result(task: type[Task], records: Sequence[Record]) -> Text:
-    """What came out, in a sentence."""
-    from backdrop.experiments.report import headline
-
-    return Text(headline.sentence(Results(task, records)), "bold")
-
-
-def failures_table(task: type[Task], records: Sequence[Record]) -> RenderableType | None:
-    from backdrop.experiments.report import tables
-
-    found = tables.failures(Results(task, records))
-    return None if found is None else _table(found)
+    if any(record.metrics for record in records):
+        yield _table(tables.search(results) if spec.kind == "tune" else tables.configurations(results, brief=True))
+        yield Text(headline.sentence(results), "bold")
+    if failed := tables.failures(results):
+        yield _table(failed)
 
 
 def _table(content: tables.Table) -> RenderableType:

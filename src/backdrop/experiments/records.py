@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["Record", "State", "checked", "column"]
+__all__ = ["Record", "State", "checked", "column", "counts", "is_number"]
 
-State = Literal["waiting", "running", "complete", "pruned", "failed"]
+State = Literal["complete", "running", "waiting", "pruned", "failed"]
 PLAIN = "\n\t"
 
 
@@ -45,6 +46,12 @@ def column(metric: str) -> str:
     return "test loss" if metric == "loss" else metric
 
 
+def counts(records: Sequence[Record]) -> dict[str, int]:
+    """How many trials are in each state."""
+    found = Counter(record.state for record in records)
+    return {state: found[state] for state in get_args(State)}
+
+
 def checked(record: Record) -> Record:
     """The record, if everything in it is of its kind: files and databases may hold anything.
 
@@ -55,11 +62,11 @@ def checked(record: Record) -> Record:
         "key": _is_text,
         "state": lambda value: value in get_args(State),
         "settings": lambda value: _is_mapping(value, _is_setting) and _is_seed(value.get("seed")),
-        "metrics": lambda value: _is_mapping(value, _is_number),
-        "curve": lambda value: isinstance(value, (list, tuple)) and all(_is_mapping(row, _is_number) for row in value),
-        "seconds": _is_number,
+        "metrics": lambda value: _is_mapping(value, is_number),
+        "curve": lambda value: isinstance(value, (list, tuple)) and all(_is_mapping(row, is_number) for row in value),
+        "seconds": is_number,
         "machine": lambda value: _is_mapping(value, _is_text),
-        "progress": lambda value: _is_mapping(value, _is_number),
+        "progress": lambda value: _is_mapping(value, is_number),
         "reason": lambda value: value is None or isinstance(value, str),
     }
     for name, is_right in kinds.items():
@@ -79,8 +86,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and all(sign.isprintable() or sign in PLAIN for sign in value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+def is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _is_seed(value: Any) -> bool:
@@ -89,7 +96,7 @@ def _is_seed(value: Any) -> bool:
 
 def _is_setting(value: Any) -> bool:
     parts = value if isinstance(value, (list, tuple)) else [value]
-    return all(part is None or _is_number(part) or _is_text(part) for part in parts)
+    return all(part is None or isinstance(part, bool) or is_number(part) or _is_text(part) for part in parts)
 
 
 def _is_mapping(value: Any, is_right: Callable[[Any], bool]) -> bool:

@@ -16,7 +16,7 @@ from rich.text import Text
 from backdrop._core.installed import how_to_install
 from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import wording
 from backdrop.experiments.report.statistics import CHOSEN
 from backdrop.experiments.settings import build
@@ -41,137 +41,108 @@ from backdrop.experiments.task import Task, trial_key
 from backdrop.experiments.tasks import reference
 from backdrop.experiments.train import Cost, Options, check_device, cost, fit
 
-__all__ = ["Place", "join", "mend", "run", "show", "tune"]
+__all__ = ["How", "join", "mend", "run", "show", "tune"]
 
 NEEDS = f"needs Optuna: {how_to_install('experiments')}"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a study is to be.
+class How:
+    """Where a study is to be, and how to work on it."""
 
-    Args:
-        folder: that has the folders of studies.
-        name: of the study; by default that of its task and preset.
-        storage: an address or a path; by default a journal file in the study's folder.
+    options: Options  # how to run trials
+    folder: Path  # that has the folders of studies
+    storage: str | None = None  # an address or a path; by default a journal file in the study's folder
+    workers: int | None = None  # processes that work at the same time; by default what suits this machine
+    name: str | None = None  # of the study; by default that of its task and preset
+    given: Sequence[str] = ()  # settings, as `plan` takes them
+    retry: bool = False  # run failed trials once more
+    report: bool = False  # write a page at the end
+
+    def workers_for(self, trials: int) -> int:
+        return self.workers or workers_for(self.options.accelerator, self.options.devices, trials)
+
+
+def run(task: str, preset: str, seeds: str | None, how: How) -> bool:
+    """Runs the points of a grid that are missing, as `plan` has them, and says first how long that takes; whether any
+    failed.
     """
+    check_device(how.options)
 
-    folder: Path
-    name: str | None
-    storage: str | None
+    def planned(workers: int, *more: str) -> tuple[Spec, list[dict[str, Any]]]:
+        spec, points = plan(task, preset, [*how.given, *more], seeds=seeds)
+        return replace(spec, threads=threads_for(workers)), points
 
-    def called(self, spec: Spec) -> str:
-        return check_name(self.name or spec.name)
+    def begun(storage: Storage) -> Study:
+        stored = Study(storage, name).spec if name in studies(storage) else None
+        full, settings = planned(workers, *_skip(how.given, stored, spec, how.options))
+        study = Study.begin(storage, name, full)
+        study.add(full, settings)
+        return study
 
-
-def run(
-    task: str,
-    preset: str,
-    overrides: Sequence[str],
-    seeds: str | None,
-    place: Place,
-    options: Options,
-    *,
-    workers: int | None = None,
-    retry: bool = False,
-    report: bool = True,
-) -> bool:
-    """Runs the points of a grid that are missing, says before how long that takes, and writes a page about them at the
-    end; whether any failed.
-
-    Args:
-        task: as `find_task` takes it.
-        preset: of the task.
-        overrides: `key=value`, as `plan` takes them.
-        seeds: as `plan` takes them.
-        place: of the study.
-        options: how to run trials.
-        workers: processes that work at the same time; None for what suits this machine.
-        retry: run failed trials once more.
-        report: write the page.
-    """
-
-    check_device(options)
-
-    def planned(*more: str) -> tuple[Spec, list[dict[str, Any]]]:
-        spec, points = plan(task, preset, [*overrides, *more], seeds=seeds)
-        return replace(spec, threads=threads_for(workers or 1)), points
-
-    spec, points = planned()
-    workers = workers or workers_for(options.accelerator, options.devices, len(points))
-    name = place.called(spec)
-    home = place.folder / name
-    if not lookup.has_optuna():
-        if place.storage is not None or (home / JOURNAL).exists():
-            raise RuntimeError(f"{'--storage' if place.storage else home / JOURNAL} {NEEDS}")
-        workers, stored = 1, PlainStudy(home).spec if (home / SPEC).exists() else None
-        return _run_plain(home, options, *planned(*_skip(overrides, stored, spec, options)), report=report)
-    with _opened(place, home) as storage:
-        with storage.exclusive(), Interrupts(storage.hurry):
-            stored = Study(storage, name).spec if name in studies(storage) else None
-            spec, points = planned(*_skip(overrides, stored, spec, options))
-            study = Study.begin(storage, name, spec)
-            study.add(spec, points)
-            if retry:
-                study.retry()
-        left = [record.settings for record in study.records() if record.state in ("waiting", "running")]
-        _say_how_long(study.spec, left, options, workers)
-        _work(study, home, options, workers, task=spec.task)
-        return _finish(study, home, storage.place if place.storage else None, spec.task, report=report)
+    spec, points = planned(1)
+    name, workers = check_name(how.name or spec.name), how.workers_for(len(points))
+    home = how.folder / name
+    if lookup.has_optuna():
+        return _run(how, name, spec.task, workers, begun)
+    if how.storage is not None or (home / JOURNAL).exists():
+        raise RuntimeError(f"{'--storage' if how.storage else home / JOURNAL} {NEEDS}")
+    stored = PlainStudy(home).spec if (home / SPEC).exists() else None
+    return _run_plain(home, how, *planned(1, *_skip(how.given, stored, spec, how.options)))
 
 
-def tune(
-    task: str,
-    preset: str,
-    overrides: Sequence[str],
-    trials: int,
-    seed: int,
-    place: Place,
-    options: Options,
-    *,
-    workers: int | None = None,
-    retry: bool = False,
-) -> bool:
-    """Runs the trials of a search that are missing; whether any failed. Arguments as for `run`."""
+def tune(task: str, preset: str, trials: int, seed: int, how: How) -> bool:
+    """Runs the trials of a search that are missing; whether any failed."""
     if not lookup.has_optuna():
         raise RuntimeError(f"tune {NEEDS}")
-    check_device(options)
+    check_device(how.options)
     check_trials(trials)
-    workers = workers or workers_for(options.accelerator, options.devices, trials)
-    spec = replace(search.plan_search(task, preset, overrides, seed=seed), threads=threads_for(workers))
-    name = place.called(spec)
-    home = place.folder / name
-    with _opened(place, home) as storage:
+    workers = how.workers_for(trials)
+    spec = replace(search.plan_search(task, preset, how.given, seed=seed), threads=threads_for(workers))
+    name = check_name(how.name or spec.name)
+
+    def begun(storage: Storage) -> Study:
+        study = Study.begin(storage, name, spec)
+        search.add_slots(study, spec, trials)
+        return study
+
+    return _run(how, name, spec.task, workers, begun, named=task)
+
+
+def _run(
+    how: How, name: str, task: str, workers: int, begun: Callable[[Storage], Study], *, named: str | None = None
+) -> bool:
+    """Begins a study or goes on with it, works on it, and shows what came of it; whether a trial failed.
+
+    `task` is where others find its class, `named` what the user calls it.
+    """
+    home = how.folder / name
+    with advice_if_full(), open_storage(how.storage or home / JOURNAL, create=True) as storage:
         with storage.exclusive(), Interrupts(storage.hurry):
-            study = Study.begin(storage, name, spec)
-            search.add_slots(study, spec, trials)
-            if retry:
+            study = begun(storage)
+            if how.retry:
                 study.retry()
-        _work(study, home, options, workers, task=spec.task)
-        failed = _finish(study, home, storage.place if place.storage else None, spec.task)
-        if best := search.best(study.spec, study.records(), count=1):
-            command = search.run_command(name, study.spec, best[0], task=task)
-            _say(f"the best settings, and the same without masks, on the test set: {command}")
-        return failed
+        if study.spec.kind == "grid":
+            left = [record.settings for record in study.records() if record.state in ("waiting", "running")]
+            _say_how_long(study.spec, left, how.options, workers, task)
+        _work(study, home, how.options, workers, task=task)
+        return _finish(study, home, storage.place if how.storage else None, task, named, report=how.report)
 
 
-def join(
-    place: Place, options: Options, *, workers: int | None = None, task: str | None = None, wait: bool = True
-) -> None:
+def join(how: How, *, task: str | None = None, wait: bool = True) -> None:
     """Works on a study that is there."""
     if not lookup.has_optuna():
         raise RuntimeError(f"a worker {NEEDS}")
-    check_device(options)
-    name = check_name(place.name or "")
-    home = place.folder / name
-    if place.storage is None and not (home / JOURNAL).exists():
-        raise lookup.unknown(name, place.folder)
-    with open_storage(place.storage or home / JOURNAL) as storage:
+    check_device(how.options)
+    name = check_name(how.name or "")
+    home = how.folder / name
+    if how.storage is None and not (home / JOURNAL).exists():
+        raise lookup.unknown(name, how.folder)
+    with open_storage(how.storage or home / JOURNAL) as storage:
         study = Study(storage, name)
         kind = study.spec.find_task(task)  # before workers are started to find that it is wrong
-        waiting = live.counts(study.records())["waiting"]
-        workers = workers or workers_for(options.accelerator, options.devices, waiting)
-        _work(study, home, options, workers, task=reference(kind), wait=wait)
+        workers = how.workers_for(counts(study.records())["waiting"])
+        _work(study, home, how.options, workers, task=reference(kind), wait=wait)
         _say(f"{name}: {_counted(study)}")
 
 
@@ -239,20 +210,14 @@ def _raise(problems: Sequence[Exception]) -> None:
 def _as_json(study: Readable, records: Sequence[Record], trials: bool) -> dict[str, Any]:
     spec = study.spec
     found = {"name": study.name, "task": spec.task_name, "preset": spec.preset, "kind": spec.kind}
-    return {**found, **live.counts(records), **({"trials": [asdict(record) for record in records]} if trials else {})}
+    return {**found, **counts(records), **({"trials": [asdict(record) for record in records]} if trials else {})}
 
 
-@contextlib.contextmanager
-def _opened(place: Place, home: Path) -> Iterator[Storage]:
-    with advice_if_full(), open_storage(place.storage or home / JOURNAL, create=True) as storage:
-        yield storage
-
-
-def _skip(overrides: Sequence[str], stored: Spec | None, spec: Spec, options: Options) -> list[str]:
+def _skip(given: Sequence[str], stored: Spec | None, spec: Spec, options: Options) -> list[str]:
     """The setting `skip` where nobody gave it: as in the study that is there; else on for the paper's on a GPU."""
     import torch
 
-    if "skip" not in spec.base or any(text.startswith("skip=") for text in overrides):
+    if "skip" not in spec.base or any(text.startswith("skip=") for text in given):
         return []
     if stored is not None:
         return [f"skip={stored.base['skip']}"] if "skip" in stored.base else []
@@ -292,22 +257,22 @@ def _hurried_out(study: Study) -> Iterator[None]:
         raise
 
 
-def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options, workers: int) -> None:
+def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options, workers: int, task: str) -> None:
     """How many trials are missing, and how long they take: by a few steps of each kind, measured now."""
     if not points:
         return
     missing, machine = wording.count(len(points), "trial"), f"with {wording.count(workers, 'worker')} on this machine"
     try:
-        seconds = _seconds(spec, points, replace(options, threads=spec.threads)) / workers
+        kind, threads = spec.find_task(task), replace(options, threads=spec.threads)
+        seconds = _seconds(kind, points, threads) / workers
     except Exception as error:  # whatever it is, the trials that meet it say so
         _say(f"{missing} to run; how long that takes could not be measured: {type(error).__name__}: {error}")
         return
     _say(f"{missing} to run: about {wording.duration(seconds)} {machine}, if nothing else runs on it")
 
 
-def _seconds(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options) -> float:
+def _seconds(kind: type[Task], points: Sequence[Mapping[str, Any]], options: Options) -> float:
     """Of all trials, one after the other. Masks, learning rates and lengths do not change what a step takes."""
-    kind = spec.find_task(spec.task)
     measured: dict[str, Cost] = {}
     total = 0.0
     for point in points:
@@ -321,43 +286,46 @@ def _seconds(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options) 
 
 
 def _counted(study: Readable) -> str:
-    return ", ".join(f"{number} {state}" for state, number in live.counts(study.records()).items() if number)
+    return ", ".join(f"{number} {state}" for state, number in counts(study.records()).items() if number)
 
 
-def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]], *, report: bool) -> bool:
+def _run_plain(home: Path, how: How, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
     """One configuration, where Optuna is not installed; whether any of its trials failed."""
     check_one(points, spec.varied)
     study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
-    options = replace(options, threads=study.spec.threads)
+    options = replace(how.options, threads=study.spec.threads)
 
     def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
         task = kind(build(kind.Settings, settings), data_root=options.data_root)
         fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
 
     done = {trial_key(spec.task_name, record.settings) for record in study.records() if record.state == "complete"}
-    _say_how_long(spec, [p for p in points if trial_key(spec.task_name, p) not in done], options, 1)
+    left = [point for point in points if trial_key(spec.task_name, point) not in done]
+    _say_how_long(study.spec, left, options, 1, spec.task)
     with advice_if_full(), live.Display(study, Console(stderr=True)):
         study.run(points, train)
-    return _finish(study, home, None, spec.task, report=report)
+    return _finish(study, home, None, spec.task, report=how.report)
 
 
-def _finish(study: Readable, home: Path, storage: str | None, task: str, *, report: bool = False) -> bool:
+def _finish(
+    study: Readable, home: Path, storage: str | None, task: str, named: str | None = None, *, report: bool = False
+) -> bool:
     """Shows what came of a study, and writes a page about it; whether a trial failed."""
     kind, records, console = study.spec.find_task(task), study.records(), Console()
-    if any(record.metrics for record in records):
-        console.print(live.results_table(kind, study.spec, records))
-        console.print(live.result(kind, records))
-    if failed := live.failures_table(kind, records):
-        console.print(failed)
+    for part in live.outcome(kind, study.spec, records):
+        console.print(part)
     words = ["backdrop", "report", study.name, *(["--storage", storage] if storage else [])]
     if home.parent != Path("runs"):
         words += ["--folder", str(home.parent)]
     page = _page(kind, study, records, home) if report and any(record.metrics for record in records) else None
     _say(f"trials are in {home}; a page about them: {page or shlex.join(words)}")
-    if any(record.state == "failed" for record in records):
+    has_failed = any(record.state == "failed" for record in records)
+    if has_failed:
         _say("failed trials are run again with --retry-failed")
-        return True
-    return False
+    if study.spec.kind == "tune" and (best := search.best(study.spec, records, count=1)):
+        command = search.run_command(study.name, study.spec, best[0], task=named)
+        _say(f"the best settings, and the same without masks, on the test set: {command}")
+    return has_failed
 
 
 def _page(kind: type[Task], study: Readable, records: Sequence[Record], home: Path) -> Path | None:

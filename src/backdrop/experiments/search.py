@@ -29,13 +29,7 @@ def keep(name: str) -> str:
 
 
 def suggest_p(trial: BaseTrial, name: str, units: int) -> float:
-    """A mask probability that keeps from one of `units` to all of them, on a logarithmic scale.
-
-    Args:
-        trial: Optuna's.
-        name: of the mask.
-        units: that it chooses from.
-    """
+    """A mask probability that keeps from one of `units` to all of them, on a logarithmic scale."""
     return 1.0 - trial.suggest_float(keep(name), 1 / units, 1.0, log=True)
 
 

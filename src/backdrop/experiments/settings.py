@@ -31,29 +31,24 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def check_range(settings: Any, low: float, high: float, *names: str) -> None:
-    """An error unless these settings, or all parts of them, lie in a range; none lies in any.
-
-    Args:
-        settings: an instance of a dataclass.
-        low: the least that is allowed.
-        high: the most.
-        names: of the settings.
-    """
+    """An error unless these settings, or all parts of them, lie in a range; none lies in any."""
     for name in names:
-        value = getattr(settings, name)
-        for part in value if isinstance(value, tuple) else (value,):
+        for part in _values(settings, name):
             if part is not None and not low <= part <= high:
                 bound = f"at least {low:,}" if not part > high else f"at most {high:,}"
-                raise ValueError(f"setting {name} has to be {bound}, but got {as_text(value)}")
+                raise ValueError(f"setting {name} has to be {bound}, but got {as_text(getattr(settings, name))}")
 
 
 def check_finite(settings: Any) -> None:
     """An error unless all numbers among the settings are finite."""
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, float) and not math.isfinite(part):
-                raise ValueError(f"setting {field.name} has to be finite, but got {as_text(value)}")
+        if not all(math.isfinite(part) for part in _values(settings, field.name) if isinstance(part, float)):
+            raise ValueError(f"setting {field.name} has to be finite, but got {as_text(getattr(settings, field.name))}")
+
+
+def _values(settings: Any, name: str) -> tuple[Any, ...]:
+    value = getattr(settings, name)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def as_text(value: Any) -> str:
@@ -99,14 +94,12 @@ def _check_name(name: str, hints: Mapping[str, Any]) -> None:
 
 def _read(name: str, text: str, hint: Any) -> Any:
     """A value from text."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if text.lower() == "none" and type(None) in arguments:
-            return None
-        (hint,) = (kind for kind in arguments if kind is not type(None))
-        return _read(name, text, hint)
-    if origin is tuple:
-        return _convert(name, tuple(_read(name, part, arguments[0]) for part in text.split("/")), hint)
+    hint, may_be_none = _without_none(hint)
+    if may_be_none and text.lower() == "none":
+        return None
+    if typing.get_origin(hint) is tuple:
+        kind = typing.get_args(hint)[0]
+        return _convert(name, tuple(_read(name, part, kind) for part in text.split("/")), hint)
     if hint is bool and text.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0"):
         return text.lower() in ("true", "yes", "on", "1")
     if hint in (int, float):
@@ -119,12 +112,10 @@ def _read(name: str, text: str, hint: Any) -> Any:
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
     """The value, if it is of this type; lists become tuples and whole numbers floats where those are wanted."""
+    hint, may_be_none = _without_none(hint)
+    if may_be_none and value is None:
+        return None
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        (hint,) = (kind for kind in arguments if kind is not type(None))
-        return _convert(name, value, hint)
     if origin is tuple and isinstance(value, (list, tuple)):
         length = None if arguments[-1] is Ellipsis else len(arguments)
         if length in (None, len(value)):
@@ -138,6 +129,14 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         return value
     close = nearest(value, map(str, arguments)) if origin is typing.Literal and isinstance(value, str) else ""
     raise ValueError(f"setting {name} has to be {describe(hint)}, but got {value!r}{close}")
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """A type, and whether it may also be none."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint, False
+    (kind,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+    return kind, True
 
 
 def describe(hint: Any) -> str:

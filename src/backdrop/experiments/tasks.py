@@ -36,7 +36,7 @@ from backdrop.experiments.task import Classification, Examples, Preset, Settings
 from backdrop.layers import Backdrop2d
 from backdrop.textures import PAPER_LENGTHS, PAPER_WEIGHTS, Texture, TextureDataset
 
-__all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce", "find_claims", "find_task", "known_task", "reference"]
+__all__ = ["AUC", "CIFAR10", "GP", "TASKS", "Latent", "Ponce"]
 
 # How textures are best trained without masks, by crop, and with (0.99, 0.94), on validation images (results/gp).
 PLAIN = {

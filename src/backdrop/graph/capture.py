@@ -40,6 +40,7 @@ class Capture:
     def __init__(self, function: Callable[..., Any], backend: Callable[[fx.GraphModule], Callable[..., Any]]) -> None:
         self.function, self.backend = function, backend
         self.breaks: list[str] = []  # why graphs ended before the function did, newest last
+        self.ran = False  # whether the last call ran a graph, instead of the code as it is
         self._now: list[str] = []  # those of this call
         self._known_breaks: dict[str, int] = {}  # those that torch counted before this call
         self._made: list[Callable[..., Any]] = []  # from graphs, for as long as this lives
@@ -58,6 +59,7 @@ class Capture:
         from torch._dynamo.utils import counters
 
         self._now.clear()
+        self.ran = False
         self._known_breaks = dict(counters["graph_break"])
         frames = counters["frames"]["total"]
         try:
@@ -93,6 +95,7 @@ class Capture:
         return functools.partial(_weakly(self._run), len(self._made) - 1)
 
     def _run(self, number: int, *inputs: Any) -> Any:
+        self.ran = True
         return self._made[number](*inputs)
 
     def _newest_break(self) -> str:

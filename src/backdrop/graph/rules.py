@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Axes, Call, Slide, Step, Tap, UnsupportedError, Where, register_rule
-from backdrop.graph.trace import drop
+from backdrop.graph.trace import drop, itself
 
 STATISTICS = (
     "its batch statistics couple all samples{}; "
@@ -846,6 +846,7 @@ _register(
 )
 _register(_rrelu, "rrelu")
 register_rule(drop)(_elementwise)
+register_rule(itself)(_elementwise)
 _register(_batch_norm, "batch_norm")
 register_rule(running_batch_norm)(_batch_norm)
 _register(_sample_norm, "group_norm")

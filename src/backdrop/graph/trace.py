@@ -109,10 +109,24 @@ class Traced:
         node.target, node.args, node.kwargs = drop, (source, kept, scale), {}
         return True
 
+    def second_name(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        """Another node for a value, so that two masks on it are on two values."""
+        with self.graph.inserting_before(before):
+            name = self.graph.call_function(itself, (value,))
+        self.values[name], self.costs[name] = self.values[value], Cost(0, 0, 0)
+        self.contexts[name], self.storages[name] = self.contexts[before], self.storages.get(value, set())
+        if value in self.differentiable:
+            self.differentiable.add(name)
+        return name
+
 
 def _kept(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, p: float) -> Tensor:
     """The cells that dropout of such a tensor keeps, from the random numbers that it would draw."""
     return F.dropout(torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1.0), p) != 0
+
+
+def itself(x: Any) -> Any:
+    return x
 
 
 def drop(x: Tensor, kept: Tensor, scale: float) -> Tensor:
@@ -132,11 +146,20 @@ DROPOUTS: dict[Any, tuple[int, ...]] = {  # with how many axes they drop whole c
 
 def name_of(node: fx.Node) -> str:
     """The dotted path of the layer that makes the call; of a module with its own forward, that and the function."""
+    if node.target is itself and isinstance(node.args[0], fx.Node):
+        return name_of(node.args[0])
     path, kind = owner_of(node)
     called = getattr(node.target, "__name__", str(node.target)).strip("_")
     if kind.startswith("torch.nn.modules.") or (kind and kind.rpartition(".")[2].startswith("Backdrop")):
         return path or called
     return f"{path}.{called}" if path else called
+
+
+def input_of(node: fx.Node) -> fx.Node:
+    """What a call is about: what it normalises, or takes the mean of."""
+    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def owner_of(node: fx.Node) -> tuple[str, str]:

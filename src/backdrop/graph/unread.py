@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_map
 
 from backdrop._source import Source, check_source, read_region, read_rows
 
@@ -90,8 +90,6 @@ def cannot_read(unread: Unread, reason: str) -> str:
 
 def stand_for_sources(args: Any, device: torch.device) -> tuple[Any, list[Unread]]:
     """Arguments with something that stands for every source in them, and that."""
-    if not tree_any(lambda leaf: isinstance(leaf, Source), args):
-        return args, []
     made: list[Unread] = []
 
     def stand_in(leaf: Any) -> Any:

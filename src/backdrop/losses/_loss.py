@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from backdrop.distributed import Group
 from backdrop.losses._batches import LEAST, SingleClass, check_number, check_settings, wide
+from backdrop.losses._soft_ranks import NO_SECOND, signed
 
 
 def nothing_to_compare(inputs: Tensor, single_class: SingleClass, what: str = "one class only") -> Tensor:
@@ -48,3 +49,26 @@ class Loss(nn.Module):
         shown += [] if self.single_class == "error" else [f"single_class={self.single_class!r}"]
         shown += [] if self.group is None else [f"group={self.group if isinstance(self.group, str) else '...'}"]
         return ", ".join(shown)
+
+
+def once(gradient: Tensor, *inputs: Tensor) -> Tensor:
+    """A gradient that was computed by hand: differentiating it once more is an error."""
+    result: Tensor = _Once.apply(gradient, *inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    @signed
+    def forward(gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(NO_SECOND)

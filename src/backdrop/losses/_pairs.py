@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from backdrop.losses._batches import Batch, wide
+from backdrop.losses._loss import once
 from backdrop.losses._soft_ranks import (
-    NO_SECOND,
     comparable,
     full_precision,
     in_parts,
     scaled,
     sigmoids,
+    signed,
     spread_of,
     sums,
     terms_for,
@@ -36,9 +37,14 @@ FEW = 32  # scores of a kind: then sorting the others takes longer than it saves
 Means: TypeAlias = tuple[Tensor, Tensor]  # L, dL/dx
 
 
-class WithGradient(torch.autograd.Function):
+def with_gradient(scores: Tensor, compute: Callable[[Tensor], Means]) -> Tensor:
     """A loss that is computed along with its gradient: `compute` gives both for the scores."""
+    if torch._C._are_functorch_transforms_active():
+        return _Transformed.apply(scores, compute)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return WithGradient.apply(scores, compute)  # type: ignore[no-any-return, no-untyped-call]
 
+
+class WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, compute: Callable[[Tensor], Means]) -> Tensor:
         with full_precision(scores):
@@ -51,20 +57,34 @@ class WithGradient(torch.autograd.Function):
         gradient, scores = ctx.saved_tensors
         product = (grad * gradient).to(scores.dtype)
         if torch.is_grad_enabled():
-            product = _Once.apply(product, scores)  # type: ignore[no-untyped-call]
+            product = once(product, scores)
         return product, None
 
 
-class _Once(torch.autograd.Function):
-    """A gradient that depends on the scores too, in a way that is not known here."""
+class _Transformed(torch.autograd.Function):
+    """The same under `torch.func`: a little slower. vmap goes over scores; labels decide what is computed."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, scores: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+    @signed
+    def forward(scores: Tensor, compute: Callable[[Tensor], Means]) -> Means:
+        with full_precision(scores):
+            value, gradient = compute(scores.detach())
+        return value.to(wide(scores)), gradient
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise RuntimeError(NO_SECOND)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Means) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1], inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
+        gradient, scores = ctx.saved_tensors
+        return once((grad * gradient).to(scores.dtype), scores), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], scores: Tensor, compute: Callable[[Tensor], Means]) -> Any:
+        found = [_Transformed.apply(each, compute) for each in scores.movedim(dims[0], 0)]  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
 
 
 class Kernel(NamedTuple):
@@ -92,13 +112,12 @@ def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
             few, many = sorted((len(pairs.i), len(pairs.j)))
             if (few <= FEW or few * many <= PAIRS) and (prepared := kernel.prepare(given)) is not None:
                 return _all_pairs(pairs, *prepared, batch, kernel)
-        x, u, v = batch.columns()
+        x, u, v = batch._replace(inputs=inputs).columns()
         x = x.detach()
         value, gradient = kernel.ordered(x, u, v if kernel.choose is None else kernel.choose(x, v))
         return mean_over_problems(x, value, gradient, batch)
 
-    loss: Tensor = WithGradient.apply(batch.inputs, compute)  # type: ignore[no-untyped-call]
-    return loss
+    return with_gradient(batch.inputs, compute)
 
 
 def mean_over_problems(x: Tensor, value: Tensor, gradient: Tensor, batch: Batch) -> Means:

@@ -41,7 +41,7 @@ NARROW = 16  # temperatures between the scores up to which all pairs may be take
 FEW = 64  # scores up to which float64 costs nothing, while there are too few errors to cancel each other
 TERMS = {torch.float64: 21, torch.float32: 12}  # for errors below 1e-13, and below 3e-8
 TINY = torch.finfo(torch.float64).tiny
-NO_SECOND = "losses over pairs have no second derivatives here; they are computed along with the first"
+NO_SECOND = "this loss has no second derivatives; its gradient is computed by hand, along with its value"
 
 
 @cache

@@ -57,7 +57,8 @@ def class_distance_loss(
     processes = resolve(group)
     if processes is not None:
         packed, own = gather(torch.stack([labels, weights.double().view(torch.int64)], 1), processes)  # to the last bit
-        labels, weights = packed[:, 0], packed[:, 1].contiguous().view(torch.float64).to(weights.dtype)
+        packed = packed.t().contiguous()
+        labels, weights = packed[0], packed[1].view(torch.float64).to(weights.dtype)
     legal, weights = normalise(weights)
     check_weights(bool(legal))
     classes = torch.unique(labels[weights > 0])

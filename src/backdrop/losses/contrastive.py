@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backdrop._core.once import once
 from backdrop.distributed import Group, gather, not_compiled, resolve, sum_over
 from backdrop.losses._batches import SingleClass, check_number, check_settings, check_weights, make_weights, wide
+from backdrop.losses._loss import once
 
 Form: TypeAlias = Literal["softmax", "sigmoid"]
 SMALL = 2**17  # pairs, up to which their whole matrix is the faster way

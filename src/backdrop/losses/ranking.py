@@ -22,7 +22,7 @@ from backdrop.losses._batches import (
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
-from backdrop.losses._pairs import Means, WithGradient, mean_over_problems
+from backdrop.losses._pairs import Means, mean_over_problems, with_gradient
 from backdrop.losses._soft_ranks import PAIRS, SoftSums, comparable, in_parts, scaled, sigmoids, sorted_sums, terms_for
 
 FEW = 4  # positives whose precision is taken from all pairs at once, however many samples there are
@@ -115,12 +115,11 @@ def average_precision_loss(
         (positives, _), n = batch.counts[0], len(inputs)
         if batch.sides is not None and positives * n <= max(PAIRS, FEW * n):
             return _precision_of_few(inputs[:, batch.present[0]], batch.sides[0], batch, temperature)
-        x, u, v = batch.columns()
+        x, u, v = batch._replace(inputs=inputs).columns()
         value, gradient = in_parts(partial(_precision, temperature=temperature), x.detach(), u, v)
         return mean_over_problems(x, value, gradient, batch)
 
-    loss: Tensor = WithGradient.apply(batch.inputs, compute)  # type: ignore[no-untyped-call]
-    return loss
+    return with_gradient(batch.inputs, compute)
 
 
 def _precision(x: Tensor, u: Tensor, v: Tensor, temperature: float) -> Means:

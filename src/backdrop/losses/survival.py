@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from backdrop._core.once import once
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
 from backdrop.losses._batches import (
     SingleClass,
@@ -31,6 +30,7 @@ from backdrop.losses._batches import (
     normalise,
     wide,
 )
+from backdrop.losses._loss import once
 
 Ties: TypeAlias = Literal["efron", "breslow"]
 

@@ -59,6 +59,10 @@ def inspect(
         str | None,
         typer.Option(help="Where the model would be trained, such as cuda. Else where it is.", show_default=False),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="A budget to run in tiles with, such as 4GB.", show_default=False),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="A line for every layer.")] = False,
 ) -> None:
     """Show a model's lattices, receptive fields and masks, and what Skip would save.
@@ -74,7 +78,7 @@ def inspect(
     check_statistics(statistics)  # type: ignore[arg-type]
     path = None if out is None else check_path(out)
     found_model = find_model(model)
-    found = look_at(found_model, shape, statistics=statistics, device=device)  # type: ignore[arg-type]
+    found = look_at(found_model, shape, statistics=statistics, device=device, memory=memory)  # type: ignore[arg-type]
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(200, console.width))  # a file or another program takes lines of any length

@@ -41,6 +41,7 @@ ALIKE = 1e3  # how many roundings apart a gradient may be, of its size, and stil
 NEARLY = 0.05
 FEW, MANY = 4, 16  # samples, from which on masks on them are tried: where the loss needs them all, and where who knows
 PART = 32  # samples in the small batches that a loss is tried on
+LEAST = 0.02  # of a step's memory: it has to grow so much for a line to say what fits
 ROUNDS = 5
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 ADAM = 4  # numbers for each parameter: itself, its gradient, and two of the optimiser's
@@ -342,7 +343,14 @@ def _needs(model: nn.Module, batch: Batch) -> tuple[str, float, str]:
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, wanted, strict=True)]
 
     order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    whole = torch.cat([grad.double().flatten(1) for grad in map(_rows, gradients(order))], 1)
+    try:
+        first = gradients(order)
+    except TypeError as error:
+        raise TypeError(
+            f"loss could not be called with the model's output and the targets, of which batch has "
+            f"{len(batch.targets)}: {error}; batch has to be (inputs, *targets)"
+        ) from error
+    whole = torch.cat([grad.double().flatten(1) for grad in map(_rows, first)], 1)
     parts = torch.split(order, max(1, min(PART, n // 2)))
     try:
         each = [torch.cat([g.double().flatten(1) for g in map(_rows, gradients(rows))], 1) for rows in parts]
@@ -408,9 +416,9 @@ def _rooms(
         smaller = batch.first(half).without_loss()
         whole = batch.without_loss()
         most = [_most(made, memory, whole, smaller, 2.0, left, gradients, device) for made, memory in ways]
-        if None not in most:
-            numbers = [(int(batch.rows * (most[i] or 0)),) for i in range(len(most))]
-            found.append(Room("samples", room, numbers[0], numbers[1] if len(numbers) > 1 else None, (batch.rows,)))
+        numbers = [None if times is None else (int(batch.rows * times),) for times in [*most, None]]
+        if numbers[0] is not None:
+            found.append(Room("samples", room, numbers[0], numbers[1], (batch.rows,)))
     reduced = batch.resized(0.5)
     if reduced is not None and (best is None or best.found.after):
         axes = len(batch.inputs.shape) - 2
@@ -419,9 +427,9 @@ def _rooms(
             _most(made, memory, batch.without_loss(), reduced, 2.0**axes, left, gradients, device)
             for made, memory in ways
         ]
-        if None not in most:
-            sides = [tuple(int(size * max(0.0, m or 0.0) ** (1 / axes)) for size in base) for m in most]
-            found.append(Room("positions", room, sides[0], sides[1] if len(sides) > 1 else None, base))
+        sides = [None if m is None else tuple(int(size * m ** (1 / axes)) for size in base) for m in [*most, None]]
+        if sides[0] is not None:
+            found.append(Room("positions", room, sides[0], sides[1], base))
     return found
 
 
@@ -435,7 +443,7 @@ def _most(
     gradients: int,
     device: torch.device,
 ) -> float | None:
-    """How many times as large an input may be: memory grows along a line through two measurements."""
+    """How many times as large an input may be: memory grows along a line through two measurements, if it grows."""
     try:
         smaller.step(model)
         low = peak(lambda: smaller.step(model), device)
@@ -443,7 +451,9 @@ def _most(
         high = peak(lambda: whole.step(model), device)
     except Exception:  # a model that takes one size alone
         return None
-    slope = max(1.0, (high - low) / (1 - 1 / factor)) * memory / max(high, 1)
+    if high - low < LEAST * high:
+        return None
+    slope = (high - low) / (1 - 1 / factor) * memory / high
     return max(0.0, 1 + (left + gradients - memory) / slope)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backdrop._core import informed
 from backdrop._core.draw import Lattice, make_lattice, spread
-from backdrop.layers import Backdrop
+from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.gradients import Step
 from backdrop.placement.inspection import expected_kept
 
@@ -28,7 +28,7 @@ __all__ = ["Forecast", "Predicted", "forecast"]
 
 GROUPS = 8  # the most samples with units of their own that are looked at
 STAYS_UNIFORM = 0.2  # of the choice of the units that are looked at
-UNIFORM, INFORMED = 2, 3  # forward passes of work for the units that are kept, with Skip
+ONCE, AGAIN = 2, 3  # forward passes of work for the units that are kept, with Skip; positions are run again anyhow
 HEADINGS = ("mask", "p", "kept", "uniform / |g|^2", "informed / |g|^2", "times less")
 
 
@@ -148,14 +148,14 @@ def forecast(
                 Predicted(p, k, uniform / squared, chosen / squared)
                 for p, k, (uniform, chosen) in zip(ps, kept, sums, strict=True)
             ]
-            n = lattice.size
+            n, blind = lattice.size, ONCE if drops_samples(mask, x.ndim) else AGAIN
             found.append(
                 Forecast(
                     called,
                     tuple(rows),
                     batch,
-                    *_best([(row.kept / n, row.uniform) for row in rows], batch, UNIFORM, n),
-                    *_best([(row.kept / n, row.informed) for row in rows], batch, INFORMED, n),
+                    *_best([(row.kept / n, row.uniform) for row in rows], batch, blind, n),
+                    *_best([(row.kept / n, row.informed) for row in rows], batch, AGAIN, n),
                 )
             )
     return found, ""

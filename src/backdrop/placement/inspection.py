@@ -39,6 +39,7 @@ from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Field, follow
 from backdrop.placement.pooled import pooled_by
 from backdrop.placement.savings import Saving, savings
+from backdrop.skip.budget import Memory, TileSize, check_memory, check_tile
 from backdrop.skip.statistics import check_statistics
 
 if TYPE_CHECKING:
@@ -201,6 +202,8 @@ def inspect(
     *,
     statistics: Statistics = "exact",
     device: torch.device | str | None = None,
+    tile: TileSize = None,
+    memory: Memory = None,
 ) -> Inspection:
     """Look at every layer of a model, and at what its masks do in a training step; nothing is computed.
 
@@ -210,6 +213,8 @@ def inspect(
         statistics: what Skip would do with batch statistics, "exact", "sampled" or "frozen".
         device: where the model would be trained, such as "cuda", to estimate what Skip would save there. Else where it
             is now.
+        tile: of `skip_blocked`, if it is to run in tiles.
+        memory: the budget of `skip_blocked`, such as "4GB".
 
     Examples:
         >>> found = inspect(nn.Sequential(nn.Conv1d(1, 4, 9), Backdrop(0.75)), (128, 1, 1000))
@@ -220,13 +225,16 @@ def inspect(
     """
     check_model(model)
     check_statistics(statistics)
+    tiles = check_tile(tile, memory) is not None or check_memory(memory) is not None
     place = device_of(model, device)
     shape = tuple(check_input_shape(input_shape))
     followed = follow(model, shape)
     fields = [(node, followed.fields[node]) for node in followed.look.rows if node in followed.fields]
     try:
-        saved = savings(model, shape, statistics=statistics, device=place)
+        saved = savings(model, shape, statistics=statistics, device=place, tile=tile, memory=memory)
     except ValueError:  # it looks at values; all else has been checked above
+        if tiles:  # or nothing fits in the budget, which the error says
+            raise
         saved = {}
     layers = dict(model.named_modules(remove_duplicate=False))
     rows = tuple(_row(field, layers, shape[0], saved, pooled_by(followed, node)) for node, field in fields)

@@ -174,8 +174,8 @@ def gradient_noise(
     With `predict` it also says what each mask would do alone, at these p: the variance of a uniform mask and of one
     with choose="gradient", each exact or not as the mask is; the **best share** of units to keep, at which noise times
     work is least; and whether that is better than a smaller batch, whose noise times work is always the same. Work is
-    that of `Skip`: 1 + 2a forward passes for a share a of the units, 1 + 3a where gradients choose, 3 without a mask.
-    None of these masks is drawn.
+    that of `Skip`: 1 + 2a forward passes for a share a of the samples, 1 + 3a where gradients choose and for positions,
+    3 without a mask. None of these masks is drawn.
 
     Takes `draws` forward and backward passes, up to `samples` backward passes besides, and memory for a copy of the
     model and two gradients in float64.

@@ -36,6 +36,7 @@ from backdrop.graph.look import (
 )
 from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
+from backdrop.skip.budget import Memory, TileSize, check_memory, check_tile
 from backdrop.skip.engine import Engine, Part, Plan, Settings
 from backdrop.skip.positions import Positions
 from backdrop.skip.report import Report
@@ -66,6 +67,8 @@ def savings(
     *,
     statistics: Statistics = "exact",
     device: torch.device | str = "cpu",
+    tile: TileSize = None,
+    memory: Memory = None,
 ) -> dict[str, Saving]:
     """What `skip_blocked` would save, for every mask by its dotted path.
 
@@ -74,13 +77,16 @@ def savings(
         input_shape: of a batch.
         statistics: as for `skip_blocked`.
         device: to estimate for.
+        tile: as for `skip_blocked`.
+        memory: as for `skip_blocked`.
     """
     check_model(model)
     check_statistics(statistics)
+    settings = Settings(statistics, "pays", None, check_tile(tile, memory), check_memory(memory))
     shape = check_input_shape(input_shape)
     check_arguments(model)
     device = torch.device(device)
-    engine = Engine(model, Settings(statistics, "pays", None), Report())
+    engine = Engine(model, settings, Report())
     graphs: list[_Planned] = []
     with unchanged(model), mode(model, training=True), torch.enable_grad(), quiet(), plainly(recurrent=False):
         capture = Capture(model.forward, lambda module: _backend(engine, module, graphs))
@@ -104,14 +110,15 @@ def savings(
     found = {}
     for (_, part), estimate in zip(parts, estimates, strict=True):
         stays = [f"not from {path} down: {reason}" for path, reason in part.entries[0].kept]
-        if all(is_zero(layer.p) for layer in part.layers):
+        if all(is_zero(layer.p) for layer in part.layers) and not estimate.tiles:
             saving = Saving(1.0, 1.0, "p is 0, so nothing is blocked")
         elif estimate.stays_plain:
             saving = Saving(1.0, 1.0, "; ".join([estimate.stays_plain, *stays]))
         else:
             time = 1 - (estimate.plain_time - estimate.skip_time) / step
-            memory = (kept - estimate.kept + max(working, estimate.skip_memory)) / (kept + working)
-            saving = Saving(time, memory, "; ".join([f"skips {_summary(part.segment.skipped)}", *stays]))
+            taken = (kept - estimate.kept + max(working, estimate.skip_memory)) / (kept + working)
+            tiles = [f"in tiles: {estimate.tiles}"] if estimate.tiles else []
+            saving = Saving(time, taken, "; ".join([f"skips {_summary(part.segment.skipped)}", *tiles, *stays]))
         for entry in part.entries:
             found[entry.mask] = saving
     for path, module in model.named_modules():
@@ -136,6 +143,7 @@ class _Estimate(NamedTuple):
     kept: float  # numbers that a plain forward pass keeps for the backward pass
     skip_memory: float  # at the peak
     stays_plain: str  # why, if so
+    tiles: str = ""  # how many there are and what they take, in words
 
 
 def _backend(engine: Engine, module: fx.GraphModule, graphs: list[_Planned]) -> Callable[..., Any]:
@@ -200,6 +208,11 @@ def _estimate(model: nn.Module, graph: _Planned, part: Part, device: torch.devic
         skip_time = plain_time - saved + part.way.windows_cost(1).windows(device, part.way.kept_units(ps[0]))
         working = cost.working(known, device, largest, gradients=False)
         memory = ends + max(working, part.way.memory(ps[0])[1])
+        tiling = part.way.tiling
+        if tiling is not None:
+            back = part.way.tiles_time(device) if part.way.tiles_pay(device) else skip_time - plain_time + saved
+            skip_time = (plain_time - saved) * tiling.forward.work + back
+            return _Estimate(plain_time, skip_time, passed.kept, ends + tiling.most / 4, "", tiling.describe())
     else:
         assert isinstance(part.way, Samples)
         spent = part.way.spent(known, device)

@@ -85,9 +85,15 @@ class Batch(NamedTuple):
         return torch.stack([leaf.abs().float().square().mean() for leaf in leaves]).sum()
 
     def step(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
+        """From empty gradients to empty ones, so that the next step does not find memory that it gives back."""
+        _without_gradients(model)
         self.value(call(model, self.inputs)).backward()  # type: ignore[no-untyped-call]
+        _without_gradients(model)
+
+
+def _without_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def take_turns(runs: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, Reading]:
@@ -159,6 +165,6 @@ def _memory_events(seen: Any) -> Sequence[Any]:
 def _most(changes: Iterable[int]) -> int:
     now = most = 0
     for change in changes:
-        now += change
+        now = max(0, now + change)  # what was there before, and is given back now, makes no room
         most = max(most, now)
     return most

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -150,15 +151,31 @@ def skip_blocked(
 
 def _copied(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters can be trained, or an error that names the module that cannot be copied."""
+    memo = _made_anew(model)
     try:
-        made = copy.deepcopy(model, _made_anew(model))
+        made = copy.deepcopy(model, memo)
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(_cannot_copy(model, said)) from error
     pairs = zip(model.named_parameters(), made.parameters(), strict=True)
     if any(given.is_leaf and not copied.is_leaf for (_, given), copied in pairs):  # torch's copies of scripted modules
         raise ValueError(_cannot_copy(model, "its copy has parameters that get no gradient"))
+    for given, copied in zip(model.parameters(), made.parameters(), strict=True):
+        _hook_alike(given, copied, memo)
     return made
+
+
+def _hook_alike(given: Tensor, copied: Tensor, memo: dict[int, Any]) -> None:
+    """Hooks on a parameter change its gradient, but torch's copies leave them behind."""
+    if copied is given:  # by a __deepcopy__ of somebody's own
+        return
+    both: tuple[tuple[Callable[..., Any], Any], ...] = (
+        (copied.register_hook, given._backward_hooks),
+        (copied.register_post_accumulate_grad_hook, getattr(given, "_post_accumulate_grad_hooks", None)),
+    )
+    for register, hooks in both:
+        for hook in (hooks or {}).values():
+            register(copy.deepcopy(hook, memo))  # a method of the model is one of the copy's
 
 
 def _made_anew(model: nn.Module) -> dict[int, Any]:

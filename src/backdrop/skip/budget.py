@@ -218,9 +218,8 @@ class Tiling:
         inputs = stream.whole.sources
 
         def load(tile: Tile) -> dict[fx.Node, Tensor]:
-            return {
-                n: read_tile(leaves[n], tile.samples, tile.boxes[n]) for n in inputs if isinstance(leaves[n], Source)
-            }
+            there = [n for n in inputs if isinstance(leaves[n], Source)]
+            return {n: read_tile(leaves[n], tile.samples, tile.boxes[n], self.segment.demands[n]) for n in there}
 
         def each() -> Iterator[Back]:
             with ReadAhead(load, alive if any(isinstance(leaves[n], Source) for n in inputs) else []) as ahead:
@@ -344,6 +343,11 @@ class Tiling:
 
     def _all(self, working: float) -> float:
         return self.fixed + self.maps + working
+
+    @property
+    def most(self) -> float:
+        """What a step takes at the peak, with what is kept."""
+        return self._all(max(self.forward.bytes, self.backward.bytes if self.in_tiles else self.window_bytes()))
 
     def least(self) -> float:
         """The smallest budget with which a step could be made."""

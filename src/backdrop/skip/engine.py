@@ -14,12 +14,22 @@ from torch.utils._pytree import tree_leaves
 
 from backdrop._core.draw import is_zero
 from backdrop._core.marks import layer_of
+from backdrop._source import Source
 from backdrop.graph import cost
 from backdrop.graph.capture import LIMIT, Capture
 from backdrop.graph.inserted import mask_tensors
 from backdrop.graph.running import with_running_statistics
 from backdrop.graph.table import Statistics
-from backdrop.graph.trace import StandIns, Traced, TraceError, is_mark, name_of, once_differentiable, trace
+from backdrop.graph.trace import (
+    StandIns,
+    Traced,
+    TraceError,
+    is_mark,
+    itself,
+    name_of,
+    once_differentiable,
+    trace,
+)
 from backdrop.graph.unread import Unread, cannot_read, sources_again, stand_for_sources
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.skip.budget import TileSize, in_words
@@ -33,6 +43,7 @@ from backdrop.skip.sources import all_or_nothing
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
 GAVE_UP = "it gave up after many captures: keep what changes from step to step in tensors or p"
+NOT_CALLED = "the model did not call it"
 INNER = "a module inside skips on its own, and has its own report"
 NOTABLE = 0.01  # of what segments keep, from which on the report speaks of the rest
 PLANS = 32  # for sizes seen lately, per graph
@@ -99,7 +110,9 @@ class Engine:
     def _call(self, compiled: bool, *args: Any, **kwargs: Any) -> Any:
         masks = self.masks()
         self.compiled = compiled or _holds_compiled(self.root)
-        (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
+        unread: list[Unread] = []
+        if any(isinstance(value, Source) for value in tree_leaves((args, kwargs))):
+            (args, kwargs), unread = stand_for_sources((args, kwargs), _device_of(self.root))
         reason = self._plain_because(masks, bool(unread))
         if reason is not None:
             self._check_plain(reason)
@@ -125,9 +138,11 @@ class Engine:
             self._check_plain(self._not_followed())
         missed = {mask: path for mask, path in masks.items() if mask not in self.visited and _is_active(mask)}
         within = {mask for engine in self._inner() for mask in engine.masks()} if missed else set()
-        if missed.keys() - within:
+        followed = self.capture.ran and not self.capture.breaks
+        if missed.keys() - within and not followed:
             self._check_plain(self._not_followed())
-        for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, self._not_followed())):
+        outside = NOT_CALLED if followed else self._not_followed()
+        for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, outside)):
             self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
 
@@ -394,6 +409,10 @@ class Plan:
             if beside is None:
                 groups.append([event])
             else:
+                taken = {node for each in beside for node in each.exits}
+                for mark, value in zip(event.nodes, event.exits, strict=True):
+                    if value in taken:  # a segment knows its masks by what they take
+                        mark.replace_input_with(value, self.traced.second_name(value, mark))
                 beside.append(event)
         return groups
 
@@ -551,7 +570,7 @@ class Part(nn.Module):
         segment = find_segment(traced, exits, self.marks, policy, everything=tiled and not by_samples)
         for entry in self.entries:
             entry.kept = segment.kept
-        if not segment.steps:
+        if all(node.target is itself for node in segment.steps):
             self.never = self.never or (segment.kept[0][1] if segment.kept else "nothing lies before the mask")
         if self.never:
             return

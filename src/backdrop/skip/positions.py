@@ -38,7 +38,8 @@ from backdrop._shared import Draw
 from backdrop._source import Source
 from backdrop.graph import cost
 from backdrop.graph.table import Statistics, Tap, Where
-from backdrop.graph.trace import name_of
+from backdrop.graph.trace import input_of, name_of
+from backdrop.graph.unread import Unread
 from backdrop.layers import Backdrop
 from backdrop.skip import statistics
 from backdrop.skip.budget import TileSize, Tiling
@@ -157,12 +158,18 @@ class Positions:
         """Whether the backward pass takes less time in tiles than in the windows of kept units."""
         if self.tiling is None or not self.tiling.in_tiles or self.always:
             return False
+        if self.tiling.window_bytes() > self.tiling.left:
+            return True
+        windows = self.windows_cost(1).windows(device, self.kept_units(float(self.mask.p)))
+        return self.tiles_time(device) < windows
+
+    def tiles_time(self, device: torch.device) -> float:
+        """Seconds of the backward pass in tiles."""
+        assert self.tiling is not None
         back, known = self.tiling.backward, self.segment.cost
         calls = known.calls * math.prod(back.counts) * math.ceil(self.tiling.samples / back.samples)
         tiles = cost.Cost(calls, known.multiplications * back.work, known.numbers * back.work)
-        if self.tiling.window_bytes() > self.tiling.left:
-            return True
-        return tiles.windows(device, 1) < self.windows_cost(1).windows(device, self.kept_units(float(self.mask.p)))
+        return tiles.windows(device, 1)
 
     def memory(self, p: float) -> tuple[float, float]:
         """Numbers that a plain pass keeps, and those that windows need at most at a time."""
@@ -187,7 +194,7 @@ class Positions:
                 continue
             if self.segment.demands[node].axes[0] != 0 or not _is_channelwise(segment, node):
                 continue
-            source = statistics.first(node)
+            source = input_of(node)
             before = chains.get(source)
             if before is not None and len(source.users) == 1 and [*kinds(before), step.epilogue] in CHAINS:
                 chains[node] = [*chains.pop(source), node]
@@ -242,8 +249,9 @@ class Positions:
     def run(self, values: Sequence[Any], entry: Entry, *, active: bool = True) -> Tensor:
         """The exit's value, with the mask behind it if that is active."""
         one = Run(self, entry, active=active)
-        values = [value if (source := source_of(value)) is None else source for value in values]
-        one.snapshot = snapshot()
+        if any(isinstance(value, Unread) for value in values):
+            values = [value if (source := source_of(value)) is None else source for value in values]
+            one.snapshot = snapshot()
         tensors = [value for value in values if isinstance(value, Tensor)]
         one.others = [None if isinstance(value, Tensor) else value for value in values]
         out: Tensor = Skipped.apply(one, *tensors)  # type: ignore[no-untyped-call]
@@ -328,7 +336,7 @@ class Run:
                 if step.couples == "sample":
                     values[node] = self._sample_norm(node, args, kwargs, windows)
                 elif step.couples == "batch":
-                    values[node] = self._batch_norm(node, read[statistics.first(node)], values, windows)
+                    values[node] = self._batch_norm(node, read[input_of(node)], values, windows)
                 elif step.run is not None:
                     values[node] = step.run(args, kwargs, self._where(node, windows))
                 else:
@@ -395,7 +403,7 @@ class Run:
         plan, segment, node = self.plan, self.plan.segment, chain[-1]
         steps = [segment.steps[each] for each in chain]
         norm = next((each for each in chain if segment.steps[each].epilogue == "norm"), None)
-        source = statistics.first(chain[0])
+        source = input_of(chain[0])
         x = self._read(chain[0], source, steps[0].inputs[source], windows, values, {})
         gamma = beta = moments = cells = inside = None
         if norm is not None:
@@ -446,7 +454,7 @@ class Run:
 
     def _pool(self, node: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
         """The mean of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
-        plan, segment, source = self.plan, self.plan.segment, statistics.first(node)
+        plan, segment, source = self.plan, self.plan.segment, input_of(node)
         demand = segment.demands[source]
         inside = windows.inside[plan.map(source, demand)]
         return statistics.pool_windows(

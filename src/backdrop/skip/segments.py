@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -72,15 +73,15 @@ class Segment:
     before: Cost = NOTHING  # all that lies before the mask and carries gradients
     whole: list[fx.Node] = field(default_factory=list)  # values with positions of which pooled ones read all
 
-    @property
+    @cached_property
     def skipped(self) -> list[str]:
         return list(dict.fromkeys(name_of(node) for node in self.steps))
 
-    @property
+    @cached_property
     def cost(self) -> Cost:
         return total([self.traced.costs[node] for node in self.steps])
 
-    @property
+    @cached_property
     def share(self) -> float:
         """Of the multiplications before the mask."""
         if not self.before.multiplications:

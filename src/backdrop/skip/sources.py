@@ -22,32 +22,50 @@ def source_of(value: Any) -> Source | None:
     return value.source if isinstance(value, Unread) else None
 
 
-def read_tile(source: Source, samples: Interval, box: Box) -> Tensor:
+def _along(source: Source, intervals: Mapping[int, Interval]) -> tuple[list[int], list[int], slice]:
+    """A region of space, and channels, from intervals along some axes: all there is along the others."""
+    space = [intervals.get(axis, (0, size)) for axis, size in enumerate(source.shape[2:], start=2)]
+    return [a for a, _ in space], [b for _, b in space], slice(*intervals.get(1, (0, source.shape[1])))
+
+
+def _check_axes(source: Source, demand: Demand) -> None:
+    if demand.axes[0] != 0:
+        raise RuntimeError(f"{source!r} has its samples along axis 0, but the model has them along {demand.axes[0]}")
+
+
+def read_tile(source: Source, samples: Interval, box: Box, demand: Demand) -> Tensor:
     """A box of some samples."""
-    low, high = [a for a, _ in box], [b for _, b in box]
-    found = [read_region(source, sample, low, high) for sample in range(*samples)]
+    _check_axes(source, demand)
+    low, high, channels = _along(source, dict(zip(demand.positions, box, strict=True)))
+    found = [read_region(source, sample, low, high)[channels] for sample in range(*samples)]
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
 def read_windows(source: Source, windows: Windows, demand: Demand, device: torch.device) -> Tensor:
     """What `cut` makes of a tensor; cells outside the map are zero."""
-    sizes = tuple(source.shape[axis] for axis in demand.positions)
-    regions: list[tuple[int, list[int], list[int], list[int]]] = []
+    _check_axes(source, demand)
+    axes = demand.positions
+    regions: list[tuple[int, list[int], list[Interval]]] = []
     for sample, unit in zip(windows.sample.tolist(), windows.unit.tolist(), strict=True):
         first = [step * u + start for u, step, start in zip(unit, demand.step, demand.start, strict=True)]
-        low = [min(max(a, 0), n) for a, n in zip(first, sizes, strict=True)]
-        high = [max(min(a + n, m), b) for a, n, m, b in zip(first, demand.size, sizes, low, strict=True)]
-        regions.append((sample, first, low, high))
+        inside = []
+        for axis, a, n in zip(axes, first, demand.size, strict=True):
+            low = min(max(a, 0), source.shape[axis])
+            inside.append((low, max(min(a + n, source.shape[axis]), low)))
+        regions.append((sample, first, inside))
 
-    def load(region: tuple[int, list[int], list[int], list[int]]) -> Tensor:
-        sample, _, low, high = region
-        return read_region(source, sample, low, high)
+    def load(region: tuple[int, list[int], list[Interval]]) -> Tensor:
+        low, high, channels = _along(source, dict(zip(axes, region[2], strict=True)))
+        return read_region(source, region[0], low, high)[channels]
 
-    taken = torch.zeros((len(regions), *demand.size, source.shape[1]), dtype=source.dtype, device=device).movedim(-1, 1)
+    sizes = list(source.shape[1:])
+    for axis, size in zip(axes, demand.size, strict=True):
+        sizes[axis - 1] = size
+    taken = torch.zeros((len(regions), *sizes[1:], sizes[0]), dtype=source.dtype, device=device).movedim(-1, 1)
     with ReadAhead(load, regions) as ahead:
-        for (_, first, low, high), window, found in zip(regions, taken, ahead, strict=True):
-            for axis, (a, b, c) in enumerate(zip(first, low, high, strict=True), start=1):
-                window = window.narrow(axis, b - a if c > b else 0, c - b)
+        for (_, first, inside), window, found in zip(regions, taken, ahead, strict=True):
+            for axis, a, (low, high) in zip(axes, first, inside, strict=True):
+                window = window.narrow(axis - 1, low - a if high > low else 0, high - low)
             window.copy_(moved(found, device))
     return taken
 
@@ -57,9 +75,9 @@ def one_value(found: Mapping[Any, Tensor]) -> tuple[Any, ...] | None:
     values: list[Any] = []
     for x in found.values():
         corner = x[(slice(None), slice(None), *[slice(0, 1)] * (x.ndim - 2))]
-        if not bool((x == corner).all()):
+        if not bool((x == corner).all()) or not bool((x.signbit() == corner.signbit()).all()):  # 0.0 is not -0.0
             return None
-        values.append((x.dtype, tuple(corner.flatten().tolist())))
+        values.append((x.dtype, tuple(corner.flatten().tolist()), tuple(corner.signbit().flatten().tolist())))
     return tuple(values)
 
 

@@ -45,13 +45,6 @@ def check_statistics(statistics: Statistics) -> None:
         raise ValueError(f"statistics has to be one of {', '.join(map(repr, STATISTICS))}, but got {statistics!r}")
 
 
-def first(node: fx.Node) -> fx.Node:
-    """What a call normalises, or takes the mean of."""
-    found = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-    assert isinstance(found, fx.Node)
-    return found
-
-
 def settings(node: fx.Node, values: Mapping[fx.Node, Any] | None = None) -> dict[str, Any]:
     """The arguments of a call of batch_norm by name, with values for nodes where they are given."""
     given = named(node.args, dict(node.kwargs), NAMES)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from backdrop._source import ReadAhead, Source, moved
 from backdrop.graph.table import Statistics, Where
-from backdrop.graph.trace import name_of
+from backdrop.graph.trace import input_of, name_of
 from backdrop.skip import statistics
 from backdrop.skip.epilogue import Epilogue, finish
 from backdrop.skip.programs import called, drops
@@ -79,11 +79,11 @@ class Stream:
         for level in range(levels[self.exit] + 1):
             kept_now = {node: until for node, until in kept.items() if until >= level}
             targets = [
-                statistics.first(node)
+                input_of(node)
                 for node in segment.steps
                 if segment.steps[node].couples and node not in segment.pooled and self._before(node) == level
             ]
-            targets += [statistics.first(n) for n in segment.pooled if self._pools(n) and self._before(n) == level]
+            targets += [input_of(n) for n in segment.pooled if self._pools(n) and self._before(n) == level]
             targets += [node for node in segment.whole if levels.get(node) == level]
             targets += [self.exit] if level == levels[self.exit] else []
             used = sum(self.bytes(node) for node in kept_now)
@@ -157,7 +157,7 @@ class Stream:
         for node, step in segment.steps.items():
             if not step.couples or self._before(node) != level:
                 continue
-            source = statistics.first(node)
+            source = input_of(node)
             if step.couples == "pool":
                 axes, shape = segment.demands[source].positions, traced.shape(node)
                 cells = math.prod(traced.shape(source)[axis] for axis in axes)
@@ -224,7 +224,8 @@ class Stream:
 
         def load(tile: Tile) -> dict[fx.Node, Tensor]:
             there = [node for node in sources if node in tile.boxes]
-            return {node: read_tile(known[node], tile.samples, tile.boxes[node]) for node in there}
+            demands = self.segment.demands
+            return {node: read_tile(known[node], tile.samples, tile.boxes[node], demands[node]) for node in there}
 
         device = next((x.device for x in known.values() if isinstance(x, Tensor)), torch.device("cpu"))
         with ReadAhead(load, tiles if sources else [], ahead=1) as ahead:
@@ -365,10 +366,10 @@ class Stream:
                     given[source] = type(x)(read(each, box, need, cells, axes, None) for each in x)
         if step.couples == "batch":
             weight, bias = statistics.weights(node, known)
-            x = given[statistics.first(node)]
+            x = given[input_of(node)]
             return finish(x, weight, bias, Epilogue(moments=seen[node]))
         if _is_convolution(node):
-            first = statistics.first(node)
+            first = input_of(node)
             given[first] = turned(given[first])
         args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
         if step.couples == "sample":
@@ -400,7 +401,7 @@ class Stream:
 
     def _in_place(self, node: fx.Node, args: Sequence[Any], same: bool, one: Pass, local: Mapping[fx.Node, Any]) -> Any:
         """A rectifier over what nobody else needs any more, which saves a map."""
-        first = statistics.first(node) if self.segment.steps[node].epilogue == "relu" else None
+        first = input_of(node) if self.segment.steps[node].epilogue == "relu" else None
         if first is None or not same or torch.is_grad_enabled() or first not in one.drops.get(node, ()):
             return None
         fresh = (first in one.members and self.segment.steps[first].run is not None) or _is_norm(first)

@@ -43,12 +43,7 @@ FAILED = "failed because"  # the note of a failure that is a result
 
 @contextlib.contextmanager
 def opened(storage: str | Path | BaseStorage | None) -> Iterator[BaseStorage]:
-    """Opens a storage, if it is not an open one already.
-
-    Args:
-        storage: None for memory, the path of a journal file or of a folder for one, an address such as
-            sqlite:///x.db or postgresql://USER@HOST/DATABASE, or Optuna's own object.
-    """
+    """Opens a storage, as `tune_masks` takes it, if it is not an open one already."""
     import optuna
 
     from backdrop.experiments.study.storage import is_address, open_storage, quieten
@@ -91,15 +86,7 @@ def _database(address: str, tries: int = TRIES) -> RDBStorage:
 
 
 class Joint:
-    """A study that several processes work on.
-
-    Args:
-        study: Optuna's.
-        trials: how many, over all processes.
-        starts: parameters of the first trials.
-        seed: of the sampler.
-        pruner: instead of ours.
-    """
+    """A study that several processes work on: so many trials in all, the first with the parameters of `starts`."""
 
     def __init__(
         self,
@@ -113,7 +100,7 @@ class Joint:
         self.study, self.trials, self.starts = study, trials, starts
         self.seed, self.pruner = seed, pruner
         self.identity = alive.identity()
-        self.seen: dict[int, float] = {}
+        self.watch = alive.Watch(clock=lambda: time.monotonic())
 
     def finished(self) -> list[FrozenTrial]:
         """Those that count and have ended."""
@@ -158,14 +145,12 @@ class Joint:
         if trial.state.is_finished():
             return False
         worker = trial.user_attrs.get(OWN, {}).get("worker")
-        dead = None if worker is None else alive.is_dead(worker)
-        if dead:
-            self.give_up(trial.number)
-        if dead is not None:
-            return dead
         longest = max((t.duration.total_seconds() for t in self._all() if t.duration is not None), default=0.0)
-        now = time.monotonic()
-        return now - self.seen.setdefault(trial.number, now) > PATIENCE + 5 * longest
+        self.watch.grace = PATIENCE + 5 * longest
+        is_lost = self.watch.is_lost(trial.number, worker)
+        if is_lost and alive.is_dead(worker):
+            self.give_up(trial.number)
+        return is_lost
 
     def _ask(self) -> Trial | None:
         """A new trial with its sampler; None if it is not needed after all."""

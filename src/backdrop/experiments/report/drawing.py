@@ -61,21 +61,13 @@ def style() -> AbstractContextManager[None]:
 
 
 class Picture(NamedTuple):
-    """A figure and what it shows.
+    """A figure and what it shows."""
 
-    Args:
-        name: of its file.
-        title: what is drawn.
-        alt: what is to be seen, for those who do not see it.
-        figure: the drawing.
-        note: how to read it.
-    """
-
-    name: str
-    title: str
-    alt: str
+    name: str  # of its file
+    title: str  # what is drawn
+    alt: str  # what is to be seen, for those who do not see it
     figure: Figure
-    note: str = ""
+    note: str = ""  # how to read it
 
     def svg(self) -> tuple[bytes, bytes]:
         """For light and for dark pages, without anything that changes from run to run or refers to elsewhere."""
@@ -185,13 +177,9 @@ def dots(
     series: Mapping[str, Sequence[Estimate | None]],
     references: Mapping[str, Sequence[float | None]] | None = None,
 ) -> None:
-    """Rows of means with their intervals, from top to bottom; numbers to compare with as hollow diamonds.
+    """Rows of means with their intervals, from top to bottom: for each series an estimate a row.
 
-    Args:
-        axes: where to draw.
-        rows: their names.
-        series: for each name, an estimate per row.
-        references: for some of these names, a number per row.
+    The numbers to compare with, for some of the series, are hollow diamonds.
     """
     shift = 0.3 / max(1, len(series))
     for i, (name, estimates) in enumerate(series.items()):

@@ -42,7 +42,6 @@ def trials(results: Results) -> bytes:
 def configurations(results: Results) -> bytes:
     """A row per configuration: its settings, and for every metric mean, standard deviation, interval and seeds."""
     names, settings = tables.metrics(results), [*results.varied, *results.shared]
-    columns: list[tuple[str, Any]] = [(name, results.estimate) for name in names]
     head = [
         *settings,
         *(f"{name} {part}" for name in [*names, "gain", "ratio"] for part in Estimate._fields),
@@ -50,7 +49,7 @@ def configurations(results: Results) -> bytes:
     ]
 
     def row(c: Configuration) -> list[str]:
-        found = [measure(c, name) for name, measure in columns] + [results.gain(c), results.ratio(c)]
+        found = [*(results.estimate(c, name) for name in names), results.gain(c), results.ratio(c)]
         numbers = [_raw(part) for e in found for part in (e or [None] * len(Estimate._fields))]
         seconds = math.fsum(record.seconds for record in c.complete)
         return [*(_raw(c.settings.get(name)) for name in settings), *numbers, _raw(seconds)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from backdrop.experiments.records import counts
 from backdrop.experiments.report import wording
 from backdrop.experiments.report.statistics import ENOUGH, Configuration, Estimate, Results
 from backdrop.experiments.tasks import TASKS
 
-__all__ = ["Tile", "counts", "sentence", "tiles"]
-
-STATES = ("complete", "running", "waiting", "pruned", "failed")
+__all__ = ["Tile", "sentence", "tiles"]
 
 
 class Tile(NamedTuple):
@@ -20,11 +20,6 @@ class Tile(NamedTuple):
     number: str
     detail: str
     spread: str = ""
-
-
-def counts(results: Results) -> dict[str, int]:
-    """How many trials are in each state, as far as there are any."""
-    return {state: number for state in STATES if (number := results.count(state))}
 
 
 def leader(results: Results) -> Configuration | None:
@@ -39,7 +34,7 @@ def sentence(results: Results) -> str:
     if results.is_search:
         return _searched(results)
     if not results.measured:
-        told = ", ".join(f"{number} {state}" for state, number in counts(results).items())
+        told = ", ".join(f"{number} {state}" for state, number in counts(results.records).items() if number)
         return f"No trial has a result yet: {told}." if told else "There are no trials yet."
     name = wording.metric_name(results.task.metric)
     best = leader(results)
@@ -52,14 +47,14 @@ def sentence(results: Results) -> str:
         missing = "without" if results.is_masked(best) else "with"
         digits = wording.decimals([found.mean])
         reached = f"{wording.capital(name)} is {wording.number(found.mean, digits)}{_interval(found, digits)}"
-        return f"{reached}{_at(results, best)}; there is no trial {missing} masks yet to compare with."
+        return f"{reached}{_at(best, results.axes)}; there is no trial {missing} masks yet to compare with."
     digits = gain_digits(results)
     masks = f"Masks ({wording.label(best.settings, results.task.masks)})"
     number = wording.number(abs(gain.mean), digits)
     unit = f" points of {name}" if in_percent(results, results.task.metric) else f" in {name}"
     rivals = sum(results.is_masked(c) for c in results.measured)
     among = f" Compared were {rivals} configurations with masks." if rivals > 1 else ""
-    verdict, where = gain.beyond(), _place(results, best)
+    verdict, where = gain.beyond(), _at(best, _others(results))
     if verdict:
         return f"{masks} beat no masks by {number}{unit}{where}{_interval(gain, digits)}.{among}"
     if verdict is False:
@@ -94,9 +89,9 @@ def tiles(results: Results) -> list[Tile]:
     for title, c in (("without masks", control), ("with masks", best)):
         found = results.estimate(c)
         assert found is not None
-        detail = wording.label(c.settings, results.task.masks) if c is best else _others(results, c)
+        names = results.task.masks if c is best else _others(results)
+        detail = wording.label(c.settings, names) or wording.count(found.n, "seed")
         spread = "" if found.sd is None else wording.number(found.sd, digits)
-        detail = detail or wording.count(found.n, "seed")
         shown.append(Tile(title, wording.number(found.mean, digits), detail, spread))
     name, places = wording.metric_name(results.task.metric), gain_digits(results)
     ends = wording.interval(gain, places)
@@ -121,16 +116,10 @@ def _interval(found: Estimate, digits: int) -> str:
     return f" (95% interval {ends}, {seeds})" if ends else f" ({seeds})"
 
 
-def _others(results: Results, configuration: Configuration) -> str:
-    names = [name for name in results.axes if name not in results.task.masks]
-    return wording.label(configuration.settings, names)
+def _others(results: Results) -> list[str]:
+    return [name for name in results.axes if name not in results.task.masks]
 
 
-def _place(results: Results, configuration: Configuration) -> str:
-    others = _others(results, configuration)
-    return f" at {others}" if others else ""
-
-
-def _at(results: Results, configuration: Configuration) -> str:
-    told = wording.label(configuration.settings, results.axes)
+def _at(configuration: Configuration, names: Sequence[str]) -> str:
+    told = wording.label(configuration.settings, names)
     return f" at {told}" if told else ""

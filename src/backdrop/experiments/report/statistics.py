@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, column
 from backdrop.experiments.task import Task
 
-__all__ = ["ENOUGH", "Configuration", "Estimate", "Results", "estimate", "is_finite", "paired"]
+__all__ = ["ENOUGH", "Configuration", "Estimate", "Results", "estimate", "is_finite", "last_value", "paired"]
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -38,19 +38,11 @@ OFF: Mapping[str, Mapping[str, Any]] = {"gp": {"crop": None}}
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds.
-
-    Args:
-        mean: of the values.
-        sd: their standard deviation (n - 1), or None for one value.
-        low: lower end of the 95% bootstrap interval of the mean, or None for one value.
-        high: its upper end.
-        n: how many values.
-    """
+    """A mean over seeds; spread and interval are None for one value."""
 
     mean: float
-    sd: float | None
-    low: float | None
+    sd: float | None  # standard deviation (n - 1)
+    low: float | None  # ends of the 95% bootstrap interval of the mean
     high: float | None
     n: int
 
@@ -63,6 +55,15 @@ class Estimate(NamedTuple):
 
 def is_finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
+
+
+def last_value(record: Record, metric: str) -> float | None:
+    """A metric at the end of a trial, or where a pruned one stopped."""
+    if is_finite(record.metrics.get(metric)):
+        return record.metrics[metric]
+    name = column(metric)
+    values = [row[name] for row in record.curve if is_finite(row.get(name))]
+    return values[-1] if values else None
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
@@ -145,9 +146,9 @@ class Results:
         self.axes = self.varied
         for name in CHOSEN:
             fewer = tuple(axis for axis in self.axes if axis != name)
-            if len({_place(c.settings, fewer) for c in found}) == len(found):
+            if len({_along(c.settings, fewer) for c in found}) == len(found):
                 self.axes = fewer
-        self._by_place = {_place(c.settings, self.axes): c for c in found}
+        self._by_place = {_along(c.settings, self.axes): c for c in found}
         self.configurations = sorted(found, key=self._order)
         self._estimates: dict[tuple[int, str], Estimate | None] = {}
 
@@ -184,7 +185,7 @@ class Results:
         """
         off = {name: 0.0 for name in self.task.masks if name in configuration.settings}
         off |= {name: v for name, v in OFF.get(self.task.name, {}).items() if name in configuration.settings}
-        found = self._by_place.get(_place({**configuration.settings, **off}, self.axes))
+        found = self._by_place.get(_along({**configuration.settings, **off}, self.axes))
         return None if found is configuration else found
 
     def difference(self, configuration: Configuration, metric: str | None = None) -> Estimate | None:
@@ -230,7 +231,7 @@ def _without_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "seed"}
 
 
-def _place(settings: Mapping[str, Any], axes: Sequence[str]) -> Hashable:
+def _along(settings: Mapping[str, Any], axes: Sequence[str]) -> Hashable:
     """Where a configuration lies along some axes."""
     return tuple(_frozen(settings.get(name)) for name in axes)
 

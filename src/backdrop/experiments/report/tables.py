@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.curves import last_value
-from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite
+from backdrop.experiments.report.statistics import Configuration, Estimate, Results, is_finite, last_value
 
 __all__ = [
     "GP_TABLE",
@@ -64,19 +64,12 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells.
-
-    Args:
-        headings: one per column.
-        rows: as many cells each.
-        words: the first columns that hold words, not numbers.
-        note: how to read it.
-    """
+    """Rows of cells, one for each heading."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    words: int = 1
-    note: str = ""
+    words: int = 1  # the first columns that hold words, not numbers
+    note: str = ""  # how to read it
 
 
 def _estimate(found: Estimate | None, digits: int, *, signed: bool = False, best: bool = False) -> Cell:
@@ -198,16 +191,11 @@ def failures(results: Results) -> Table | None:
 
 def machines(results: Results) -> Table | None:
     """A row for each kind of machine and set of versions."""
-    found: dict[tuple[tuple[str, str], ...], int] = {}
-    for record in results.records:
-        if record.machine:
-            key = tuple(record.machine.items())
-            found[key] = found.get(key, 0) + 1
+    found = Counter(tuple(record.machine.items()) for record in results.records if record.machine)
     if not found:
         return None
     names = list(dict.fromkeys(name for machine in found for name, _ in machine))
-    rows = [
-        [*(Cell(str(dict(machine).get(name, NOTHING))) for name in names), Cell(str(number))]
-        for machine, number in found.items()
-    ]
+    rows = []
+    for machine, number in found.items():
+        rows.append([*(Cell(dict(machine).get(name, NOTHING)) for name in names), Cell(str(number))])
     return Table([*names, "trials"], rows, len(names))

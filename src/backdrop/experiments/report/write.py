@@ -18,11 +18,10 @@ from typing import Literal
 
 import backdrop
 from backdrop._core.files import put
-from backdrop.experiments.records import Record
+from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import exports, headline, tables, wording
-from backdrop.experiments.report.curves import curves
 from backdrop.experiments.report.drawing import Picture
-from backdrop.experiments.report.figures import pictures
+from backdrop.experiments.report.figures import curves, pictures
 from backdrop.experiments.report.statistics import Results
 from backdrop.experiments.report.tables import Cell, Table
 from backdrop.experiments.study.archive import pack
@@ -71,7 +70,7 @@ def write_report(
     """
     if format not in FORMATS:
         raise ValueError(f"format has to be one of {', '.join(FORMATS)}, but got {format!r}")
-    folder, stem = _place(Path(out).expanduser(), format)
+    folder, stem = _where(Path(out).expanduser(), format)
     results = Results(task, records)
     if format == "json":
         if spec is None:
@@ -93,10 +92,12 @@ def write_report(
             elif not files:
                 raise ValueError(f"there is nothing to draw of study {study} yet: no trial has a result")
     folder.mkdir(parents=True, exist_ok=True)
-    return [_put(folder / name, content) for name, content in files.items()]
+    for name, content in files.items():
+        put(folder / name, content, "the report")
+    return [folder / name for name in files]
 
 
-def _place(out: Path, kind: str) -> tuple[Path, str]:
+def _where(out: Path, kind: str) -> tuple[Path, str]:
     """The folder, and what names of files begin with."""
     if out.is_dir():
         return out, "report"
@@ -112,11 +113,6 @@ def _place(out: Path, kind: str) -> tuple[Path, str]:
                 raise NotADirectoryError(f"{out} cannot be written: {path} is a file, not a folder")
             break
     return folder, stem
-
-
-def _put(path: Path, content: bytes) -> Path:
-    put(path, content, "the report")
-    return path
 
 
 @dataclass(frozen=True)
@@ -152,10 +148,10 @@ def _page(
 ) -> Page:
     task, records = results.task, results.records
     is_gp = task.name == "gp" and not results.is_search
-    values: dict[str, dict[str, None]] = {name: {} for name in results.varied}
-    for c in results.configurations:
-        for name in results.varied:
-            values[name][wording.value(c.settings.get(name))] = None
+    values = {
+        name: dict.fromkeys(wording.value(c.settings.get(name)) for c in results.configurations)
+        for name in results.varied
+    }
     remarks = list(notes)
     if results.shared.get("judge") == "validation":
         remarks.append("Judged on validation data, held out from the training data; the test data was not used.")
@@ -169,7 +165,7 @@ def _page(
         study=study,
         lead=headline.sentence(results),
         tiles=headline.tiles(results),
-        counts=headline.counts(results),
+        counts={state: number for state, number in counts(records).items() if number},
         notes=remarks,
         figures=pictures(results),
         paper_table=tables.gp_table(results) if is_gp else None,

@@ -77,31 +77,24 @@ def _process(pid: int) -> tuple[str | None, bool]:
 
 
 class Watch:
-    """Remembers since when signs of life are the same.
-
-    Args:
-        grace: seconds.
-        clock: in seconds, never set back.
-    """
+    """Remembers since when signs of life are the same; after `grace` seconds a worker is taken for dead."""
 
     def __init__(self, grace: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.grace = GRACE if grace is None else grace
         self.clock = clock
         self.seen: dict[int, tuple[Any, float]] = {}
 
-    def is_lost(self, trial: int, worker: Mapping[str, Any] | None, beat: Any, claims: Sequence[Any] = ()) -> bool:
+    def is_lost(
+        self, trial: int, worker: Mapping[str, Any] | None, heartbeat: Any = None, claims: Sequence[Any] = ()
+    ) -> bool:
         """Whether a running trial has lost its worker, as far as can be known.
 
-        Args:
-            trial: its number.
-            worker: whose it is; None if that worker has not said so yet.
-            beat: its last sign of life.
-            claims: the workers that wanted it, of which one got it.
+        A worker that has not yet said that it has the trial is one of the `claims`.
         """
         dead = is_dead(worker) if worker is not None else (bool(claims) and all(map(is_dead, claims))) or None
         if dead is not None:
             return dead
-        sign, now = (worker, beat), self.clock()
+        sign, now = (worker, heartbeat), self.clock()
         before, since = self.seen.setdefault(trial, (sign, now))
         if before != sign:
             self.seen[trial] = (sign, now)

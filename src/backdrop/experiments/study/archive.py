@@ -21,13 +21,7 @@ TRAINING = {"epoch", "step", "loss", "lr", "seconds"}  # what every row of a cur
 
 
 def pack(name: str, spec: Spec, records: Sequence[Record]) -> bytes:
-    """The file's content.
-
-    Args:
-        name: of the study.
-        spec: what it is about.
-        records: its trials.
-    """
+    """The file's content."""
     machines: list[Mapping[str, str]] = []
     for record in records:
         if record.machine and record.machine not in machines:
@@ -56,11 +50,7 @@ def _trial(record: Record, shared: Mapping[str, Any], machines: Sequence[Mapping
 
 
 class Archive:
-    """A study from such a file.
-
-    Args:
-        path: of the file.
-    """
+    """A study from such a file."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -64,11 +64,7 @@ Opened = tuple[BaseStorage, str, Callable[[], AbstractContextManager[object]], C
 def open_database(given: str) -> Iterator[Opened]:
     """Opens a database, and says in one line what went wrong with it.
 
-    Args:
-        given: its address.
-
-    Yields:
-        Optuna's storage, where it is, for messages, a lock, as in `Storage`, and `hurry`.
+    Gives Optuna's storage, its address without passwords, a lock and `hurry`, as `Storage` has them.
     """
     url = _address(given)
     place = f"postgresql://{f'{url.username}@' if url.username else ''}{url.host or ''}"

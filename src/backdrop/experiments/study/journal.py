@@ -67,11 +67,7 @@ class Damaged(ValueError):  # noqa: N818
 
 
 class Journal(JournalFileBackend):
-    """A journal file.
-
-    Args:
-        path: of the file; made if it is not there.
-    """
+    """A journal file, made if it is not there."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))

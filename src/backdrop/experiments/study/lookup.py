@@ -35,12 +35,9 @@ def unknown(name: str, folder: Path) -> ValueError:
 
 @contextlib.contextmanager
 def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readable]:
-    """A study that is there.
+    """A study that is there, by its name, or by the path of its folder or of a JSON file that holds it.
 
-    Args:
-        name: of the study, or the path of its folder or of a JSON file that holds it.
-        storage: that it is in; its own folder by default.
-        folder: that has the folders of studies.
+    It is in this storage, or by default in its own folder, in the one that has the folders of studies.
     """
     if storage is not None:
         from backdrop.experiments.study.study import Study

@@ -39,11 +39,7 @@ def check_one(points: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> Non
 
 
 class PlainStudy:
-    """What is in a folder.
-
-    Args:
-        folder: of the study; its name is the study's.
-    """
+    """What is in a folder, whose name is the study's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, folder.resolve().name
@@ -74,12 +70,7 @@ class PlainStudy:
         points: Sequence[Mapping[str, Any]],
         fit: Callable[[Mapping[str, Any], Path, Callable[[Mapping[str, Any]], None]], object],
     ) -> None:
-        """Runs what is missing.
-
-        Args:
-            points: settings of each trial.
-            fit: trains one, in a folder, and tells about each epoch.
-        """
+        """Runs what is missing: `fit` trains a point in a folder, and tells about each epoch."""
         from backdrop.experiments.study import remains
 
         keys = {self.spec.key(point): point for point in points}

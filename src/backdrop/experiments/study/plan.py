@@ -276,11 +276,7 @@ def check_extends(stored: Spec, name: str, spec: Spec, points: Sequence[Mapping[
 def again(name: str, spec: Spec, records: Sequence[Record], task: type[Task] | None = None) -> str:
     """The command that makes a study once more: its preset, and what is not as there.
 
-    Args:
-        name: of the study.
-        spec: what it is about.
-        records: its trials.
-        task: its class; by default as `Spec.shown_task` finds it, without the preset of a task of one's own.
+    The presets of a task of one's own are known only where its class is given.
     """
     kind = task or spec.shown_task()
     preset = kind.presets.get(spec.preset) or Preset({}, [], 0)

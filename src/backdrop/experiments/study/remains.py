@@ -27,11 +27,7 @@ FATAL = b"Fatal Python error: "
 
 
 class Faults:
-    """Takes note of faults of this process while it has a trial.
-
-    Args:
-        home: the trial's folder.
-    """
+    """Takes note of faults of this process while it has a trial, in the trial's folder."""
 
     def __init__(self, home: Path) -> None:
         self.path = home / "crash.txt"
@@ -75,12 +71,8 @@ def clear(home: Path, key: str, *, done: bool = False) -> None:
     """Removes files half written, and what a trial that is done needs no more.
 
     A worker that was taken for dead by mistake may still write to the folder of its trial. It finds its file gone, or
-    is told that the trial is not its own, and calls this too; whoever comes last finds the result.
-
-    Args:
-        home: the trial's folder.
-        key: of the trial.
-        done: nobody will go on with this trial, though its result may lie on another machine.
+    is told that the trial is not its own, and calls this too; whoever comes last finds the result. With `done`, nobody
+    will go on with this trial, though its result may lie on another machine.
     """
     if home.is_symlink():
         raise OSError(f"{home} is a link, so nothing is written or removed there: remove it")
@@ -104,12 +96,7 @@ def clear(home: Path, key: str, *, done: bool = False) -> None:
 
 
 def sweep(folder: Path, done: Iterable[str]) -> None:
-    """Clears the folders of trials that are done, where something lies about.
-
-    Args:
-        folder: of the study.
-        done: keys of complete and pruned trials, by which their folders are called.
-    """
+    """Clears the folders of trials that are done, complete or pruned, by their keys, where something lies about."""
     for key in done:
         home = folder / key
         if any(home.glob(".*.new")) or (home / "checkpoint.pt").exists() or (home / "crash.txt").exists():

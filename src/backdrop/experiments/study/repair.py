@@ -39,34 +39,21 @@ Change = Mapping[str, Any]
 
 @dataclass
 class Saved:
-    """What of a study is in the new journal.
-
-    Args:
-        states: how many trials there are in each state.
-        from_results: how many of the complete ones come from a `result.json`.
-        again: how many had a result that could not be saved, so that they are run again.
-    """
+    """What of a study is in the new journal: how many trials."""
 
     states: dict[str, int]
-    from_results: int = 0
-    again: int = 0
+    from_results: int = 0  # complete ones that come from a `result.json`
+    again: int = 0  # had a result that could not be saved, so that they are run again
 
 
 @dataclass
 class Repaired:
-    """What became of a journal.
-
-    Args:
-        journal: the file.
-        lost: the numbers of the lines that could not be read, or before which some are missing.
-        kept: the old file; None if there was nothing to repair.
-        studies: what is in the new one.
-    """
+    """What became of a journal."""
 
     journal: Path
-    lost: list[int]
-    kept: Path | None = None
-    studies: dict[str, Saved] = field(default_factory=dict)
+    lost: list[int]  # the numbers of the lines that could not be read, or before which some are missing
+    kept: Path | None = None  # the old file, if there was something to repair
+    studies: dict[str, Saved] = field(default_factory=dict)  # what is in the new one
 
 
 @dataclass
@@ -115,9 +102,7 @@ class _Found:
 def repair(path: Path, homes: Sequence[Path] = ()) -> Repaired:
     """Puts a new journal in the place of one that is damaged; one that is not stays as it is.
 
-    Args:
-        path: of the journal.
-        homes: folders of studies, where trials may have theirs, besides the journal's own.
+    Trials may have their folders in the journal's own, or in those of their studies in `homes`.
     """
     with held(path.with_name(f".{path.name}.lock"), alive.GRACE):
         changes, lost = _changes(path.read_bytes())

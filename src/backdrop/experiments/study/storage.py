@@ -59,11 +59,9 @@ def is_address(place: str | Path) -> bool:
 
 @contextlib.contextmanager
 def open_storage(place: str | Path, *, create: bool = False) -> Iterator[Storage]:
-    """Opens a storage, and says in one line what went wrong with it.
+    """Opens a storage, and says in one line what went wrong with it; `create` makes a journal that is not there.
 
-    Args:
-        place: the path of a journal file, or of a folder for one, or the address of a database.
-        create: make a journal file that is not there.
+    A place is the path of a journal file, or of a folder for one, or the address of a database.
     """
     quieten()
     if is_address(place):

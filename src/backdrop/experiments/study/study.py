@@ -41,7 +41,8 @@ __all__ = ["Study", "studies"]
 LOST, INTERRUPTED, DUPLICATE = "lost", "interrupted", "duplicate of"
 CLAIM = "claim "  # begins the name under which a worker says that it wants a trial
 CURVE = 200  # rows of a curve that are stored
-KINDS: dict[str, type] = {"key": str, "after": int, "settings": dict, "reason": str, "worker": dict, "beat": dict}
+HEARTBEAT = "beat"  # the name under which the last one is stored
+KINDS: dict[str, type] = {"key": str, "after": int, "settings": dict, "reason": str, "worker": dict, HEARTBEAT: dict}
 
 STATES: dict[str, State] = {
     "WAITING": "waiting",
@@ -54,12 +55,7 @@ Attempts = list["FrozenTrial"]  # at one key, in order
 
 
 class Study:
-    """A study that is there. Several threads may use it.
-
-    Args:
-        storage: where it is.
-        name: of the study.
-    """
+    """A study that is there. Several threads may use it."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         import optuna
@@ -111,14 +107,9 @@ class Study:
         distributions: Mapping[str, BaseDistribution] | None = None,
         after: int = -1,
     ) -> None:
-        """Adds a trial for a worker to claim.
+        """Adds a trial for a worker to claim, an attempt at a key. Settings may be chosen when it is claimed.
 
-        Args:
-            key: what it is an attempt at.
-            settings: all of them; None if they are chosen when it is claimed.
-            params: what Optuna's own displays show.
-            distributions: of the params.
-            after: the number of the failed trial that this one is to replace, for rule 6.
+        Optuna's own displays show the params. `after` is the number of the failed trial that this replaces (rule 6).
         """
         from optuna.trial import TrialState, create_trial
 
@@ -151,7 +142,7 @@ class Study:
                 seen = trial.user_attrs
                 claims = [value for name, value in seen.items() if name.startswith(CLAIM)]
                 if trial.state.name == "RUNNING" and watch.is_lost(
-                    trial.number, seen.get("worker"), seen.get("beat"), claims
+                    trial.number, seen.get("worker"), seen.get(HEARTBEAT), claims
                 ):
                     self.close(trial.number, LOST)
         for key, attempts in self._attempts().items():
@@ -250,7 +241,7 @@ class Study:
                 curve=seen.get("curve", ()),
                 seconds=seen.get("seconds", 0.0),
                 machine=seen.get("machine", {}),
-                progress=seen.get("beat", {}) if state == "running" else {},
+                progress=seen.get(HEARTBEAT, {}) if state == "running" else {},
                 reason=seen.get("reason", "unknown") if state in ("failed", "pruned") else None,
             )
         )

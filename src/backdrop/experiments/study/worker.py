@@ -20,7 +20,7 @@ from backdrop.experiments.steps import RecordingError
 from backdrop.experiments.study import alive, remains
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.storage import storage_errors
-from backdrop.experiments.study.study import INTERRUPTED, Study
+from backdrop.experiments.study.study import HEARTBEAT, INTERRUPTED, Study
 from backdrop.experiments.train import Diverged, Options, fit
 
 if TYPE_CHECKING:
@@ -76,13 +76,8 @@ def work(
 ) -> None:
     """Works until no trial waits and, with `wait`, until none runs elsewhere whose worker may yet die.
 
-    Args:
-        study: to work on.
-        folder: of the study on this machine; trials have theirs in it.
-        options: how to run trials. The number of threads is the study's.
-        task: where the class of the task lies, if that is elsewhere than where the study was begun.
-        wait: for trials of other workers.
-        on_progress: is told the key of a trial and what was logged after an epoch; at its end None.
+    Trials have their folders in that of the study, and as many threads as the study says. `task` is what the user names
+    the task by; `on_progress` is told the key of a trial and what was logged after an epoch, and at its end None.
     """
     kind = study.spec.find_task(task)
     me, watch = alive.identity(), alive.Watch()
@@ -139,7 +134,7 @@ class _Attempt:
             self.on_progress(self.key, None)
 
     def _train(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
-        with _Heartbeat(self.study, self.number) as self.beat:
+        with _Heartbeat(self.study, self.number) as self.heartbeat:
             settings = self._settings()
             self.key = self.study.spec.key(settings)
             self._log("started", settings=settings)
@@ -206,7 +201,8 @@ class _Attempt:
             self.faults.forgive()
         self.rows.append({name: value for name, value in row.items() if name not in ("epochs", "left")})
         self.on_progress(self.key, row)
-        self.beat.tell({name: row[name] for name in ("epoch", "epochs", "loss", column, "left") if name in row})
+        known = ("epoch", "epochs", "loss", column, "left")
+        self.heartbeat.tell({name: row[name] for name in known if name in row})
         self._log("epoch", **row)
         if self.trial is not None and column in row:
             from backdrop.experiments.study import tune
@@ -284,7 +280,7 @@ class _Heartbeat:
 
         self.count += 1
         try:
-            self.study.store(self.number, beat={"count": self.count, **self.progress})
+            self.study.store(self.number, **{HEARTBEAT: {"count": self.count, **self.progress}})
         except UpdateFinishedTrialError:
             self.problem = _Taken()
         except OSError as error:

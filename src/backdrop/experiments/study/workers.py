@@ -36,17 +36,9 @@ START = (
 
 
 class Workers:
-    """Workers on a study; at the end of its `with` block all of them are told to end.
+    """So many workers on a study, as `work` has it; at the end of its `with` block all of them are told to end.
 
-    Args:
-        storage: of the study.
-        study: its name.
-        folder: of the study on this machine.
-        options: how to run trials.
-        task: where the class of the task lies, if that is elsewhere than where the study was begun.
-        wait: for trials of other workers.
-        count: how many workers.
-        say: is told every line that a worker writes.
+    `say` is told every line that a worker writes.
     """
 
     def __init__(

@@ -65,7 +65,10 @@ def from_dataset(dataset: Any, part: Any = None) -> Source:
 class OfDataset(Source):
     def __init__(self, dataset: Any, part: Any) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise TypeError(f"dataset has to have a length and items by number, but got {type(dataset).__name__}")
+            inside = "; give what it loads, its .dataset" if hasattr(dataset, "dataset") else ""
+            raise TypeError(
+                f"dataset has to have a length and items by number, but got {type(dataset).__name__}{inside}"
+            )
         if not len(dataset):
             raise ValueError("dataset has to hold at least one item, but is empty")
         self.dataset, self.part = dataset, part

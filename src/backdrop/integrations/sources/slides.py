@@ -35,7 +35,8 @@ def from_tiff(
             and channels (C) are channels, all its other axes are space.
         level: of a pyramid; 0 is the finest.
         series: of a file with several images.
-        transform, dtype: as those of `from_array`.
+        transform: as that of `from_array`.
+        dtype: as that of `from_array`.
     """
     opener = functools.partial(_open_tiff, str(path), series, level)
     return Sliced(opener, axes, transform, dtype, f"{path}{f' (level {level})' if level else ''}", letters=_own_letters)
