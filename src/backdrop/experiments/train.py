@@ -42,7 +42,7 @@ from backdrop.layers import Backdrop
 from backdrop.schedules import LinearP
 from backdrop.skip import Skip, skip_blocked
 
-__all__ = ["Cost", "Diverged", "Options", "Outcome", "cost", "fit"]
+__all__ = ["Diverged", "Options", "Outcome", "fit"]
 
 OnEpoch = Callable[[Mapping[str, Any]], None]
 Note = Callable[[str], None]
