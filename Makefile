@@ -12,7 +12,6 @@ test: $(VENV)/installed
 
 demo: $(VENV)/installed
 	$(BIN)/backdrop run gp --preset quick
-	$(BIN)/backdrop report gp-quick
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

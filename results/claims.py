@@ -456,7 +456,7 @@ def latent_claims(results: Results) -> list[Claim]:
             "percentage points",
         ),
     ]
-    both = [c for c in masked if c not in (*only_x, *only_d)]
+    both = [c for c in results.measured if c.settings.get("p_x") and c.settings.get("p_d")]
     effects, first, other = ahead(results, both, [c for c in results.measured if c not in both])
     here = f"{named(results, first)} is ahead of {named(results, other)} by {{}}" if effects else ""
     alone = only_x or only_d

@@ -1,4 +1,4 @@
-"""Makes the tables and pictures of docs/results.md and its pages from the trials: `python results/make.py`.
+"""Makes the tables and pictures of the docs about results and experiments from the trials: `python results/make.py`.
 
 `TASK/trials.json` is a study, `TASK/choice.json` the one on validation data by which learning rates were chosen, and
 others go further. All are as `backdrop report STUDY --format json` writes them; what is beside them is made here.
@@ -23,7 +23,7 @@ from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
-PAGES = [PAGE, *sorted((ROOT / "docs" / "results").glob("*.md"))]
+PAGES = [PAGE, ROOT / "docs" / "experiments.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
 IMAGES = ROOT / "docs" / "images"
 FOLLOWS = {"small", "large", "blocks"}  # settings of textures that their size says
 SCALES = {"accuracy": 1, "small": 1, "large": 1}
@@ -33,6 +33,7 @@ MORE = {  # metrics of studies that the page shows besides the main one, and wit
     ("gp", "trials"): ADAPTED,
     ("gp", "turned-crops"): {**SCALES, **ADAPTED},
     ("gp", "small"): SCALES,
+    ("gp", "small-short"): SCALES,
     ("cifar10", "trials"): {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
     ("latent", "trials"): HIDDEN,
     ("latent", "same"): HIDDEN,
@@ -46,6 +47,7 @@ USUAL = {  # how textures are trained
     "p_warmup": 0.0,
     "flips": False,
 }
+QUICK = ("gp", "auc")  # quick presets in which both arms are trained as is best for them
 POLICIES = {"gp": "gp, 4 images of 1024", "auc": "auc, 2048"}  # and how their case begins among the times of steps
 STEPS = ROOT / "benchmarks" / "results" / "steps-h200.json"
 MOVED = {  # searches, and the setting whose best value moves with p
@@ -284,6 +286,71 @@ def moved_picture():
     return drawing.Picture("moved", "", "", figure).png()
 
 
+def whose(results, configuration):
+    """The settings of a quick study that differ between its configurations, but for masks."""
+    names = [name for name in CHOSEN if name in results.varied]
+    return ", ".join(f"{wording.setting_name(name)} {wording.value(configuration.settings[name])}" for name in names)
+
+
+def both_intervals(found, digits):
+    t = wording.interval(claims.t_interval(found), digits)
+    return f"{wording.number(found.mean, digits, signed=True)} [{t}; {wording.interval(found, digits)}]"
+
+
+def quick():
+    """The quick studies: the best without masks against the best with them, and the most they gain at one setting."""
+    rows = []
+    for task in QUICK:
+        kind = TASKS[task]
+        results = Results(kind, study("quick", task).records())
+        arms = {m: [c for c in results.measured if results.is_masked(c) is m] for m in (False, True)}
+        plain, masked = (results.best(arms[m]) for m in (False, True))
+        sign = 1 if kind.maximize else -1
+        digits = 1 if kind.metric == "accuracy" else 3
+        values = [c.values(kind.metric) for c in (masked, plain)]
+        best = estimate(sign * gain for gain in paired(*values).values())
+        same = [gain for c in arms[True] if len(arms[True]) > 1 and (gain := results.gain(c)) is not None]
+        most = both_intervals(max(same, key=lambda gain: gain.mean), digits) if same else ""
+        masks = ", ".join(f"{m} {wording.value(masked.settings[m])}" for m in kind.masks if masked.settings[m])
+        cells = [f"{results.estimate(c).mean:.{digits}f} ({whose(results, c)})" for c in (plain, masked)]
+        minutes = math.fsum(record.seconds for record in results.records) / 120
+        row = [
+            f"`{task}`",
+            masks,
+            wording.metric_name(kind.metric),
+            *cells,
+            both_intervals(best, digits),
+            most,
+            best.n,
+            f"{minutes:.0f}",
+        ]
+        rows.append(row)
+    headings = [
+        "task",
+        "mask",
+        "metric",
+        "best without",
+        "best with",
+        "gain",
+        "most at one setting",
+        "seeds",
+        "minutes",
+    ]
+    return table(headings, rows, words=3)
+
+
+def demo():
+    """What `make demo` prints."""
+    results = Results(TASKS["gp"], study("quick", "gp").records())
+    rows = []
+    for each in results.measured:
+        found, gain = results.estimate(each), results.gain(each)
+        masks = [wording.value(each.settings[name]) for name in TASKS["gp"].masks]
+        mean = f"{wording.plus_minus(found, 1)} [{wording.interval(found, 1)}]"
+        rows.append([*masks, whose(results, each), mean, change(gain, 1) if gain else ""])
+    return table(["p_small", "p_large", "trained with", "accuracy in percent", "gain over no masks"], rows)
+
+
 def filled(pages):
     """The pages, by their paths, with everything between their markers made anew."""
     pages = dict(pages)
@@ -296,6 +363,8 @@ def filled(pages):
             counts += count
         assert counts == 1, f"docs/results.md and its pages have to have one place for {name}, but have {counts}"
 
+    put("demo", demo())
+    put("quick", quick())
     found = judged()
     put("verdicts", verdicts(found))
     for name, each in found.items():
@@ -304,6 +373,7 @@ def filled(pages):
     put("gp variants", variants())
     put("gp turned", chosen("gp", "turned"))
     put("gp small-choice", chosen("gp", "small-choice"))
+    put("gp small-mask", chosen("gp", "small-mask"))
     put("policies", policies())
     put("gp small-policies", small_policies())
     put("cifar10 attacks", attacks())
@@ -334,6 +404,11 @@ def main():
             if path.stem != "trials":
                 other = Archive(path)
                 write_report(task, other.name, other.records(), path.with_suffix(".csv"), format="csv")
+    for path in (ROOT / "results" / "quick").glob("*.json"):
+        other = Archive(path)
+        write_report(
+            TASKS[path.stem.split("-")[0]], other.name, other.records(), path.with_suffix(".csv"), format="csv"
+        )
     (IMAGES / "results-moved.png").write_bytes(moved_picture())
     for path, page in filled({path: path.read_text() for path in PAGES}).items():
         path.write_text(page)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import photographs
-import quick
 import search
 from rich.console import Console
 from search import Settings, Stage
@@ -31,10 +30,7 @@ from backdrop.experiments.task import trial_key
 from backdrop.experiments.tasks import TASKS
 from backdrop.experiments.train import Options
 
-STAGES: dict[str, dict[str, Callable[[], Stage]]] = {
-    "gp": textures.STAGES,
-    **{task: {**stages, **quick.STAGES[task]} for task, stages in photographs.STAGES.items()},
-}
+STAGES: dict[str, dict[str, Callable[[], Stage]]] = {"gp": textures.STAGES, **photographs.STAGES}
 EARLIER = "earlier"  # the file of what was judged by test images before the search went on
 
 

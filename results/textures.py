@@ -134,7 +134,7 @@ NONE, BOTH, COARSE = ({"p_small": fine, "p_large": coarse} for fine, coarse in [
 
 
 def small(point: Settings) -> Settings:
-    return {**all_settings(TASKS["gp"], SMALL.base), **point}
+    return {**all_settings(TASKS["gp"], SMALL.base), "evaluations": 1, **point}
 
 
 def gp_small_coarse() -> Stage:
@@ -166,7 +166,7 @@ def gp_small_fine() -> Stage:
 
 def gp_small_final() -> Stage:
     """Both that were searched; then each mask alone and stronger ones, with what was best for both, as at full size."""
-    without, masked = ({**arm, **chosen("gp", search="small-choice", **arm)[0]} for arm in SMALL.grid)
+    without, masked = ({**arm, **chosen("gp", search="small-choice", **arm)[0]} for arm in (NONE, BOTH))
     others = [(0.95, 0.0), (0.0, 0.75), (0.99, 0.94)]
     points = [without, masked, *({**masked, "p_small": fine, "p_large": coarse} for fine, coarse in others)]
     return Stage([small(point) for point in points], range(24), "small")
@@ -174,8 +174,8 @@ def gp_small_final() -> Stage:
 
 def small_strong(**changed: Any) -> Settings:
     """The small patches masked more strongly than in the preset, so that skipping pays on a CPU as well."""
-    (best,) = chosen("gp", search="small-choice", **SMALL.grid[1])
-    return small({**SMALL.grid[1], **best, "p_small": 0.99, **changed})
+    (best,) = chosen("gp", search="small-choice", **BOTH)
+    return small({**BOTH, **best, "p_small": 0.99, **changed})
 
 
 def gp_small_frozen() -> Stage:

@@ -287,7 +287,7 @@ class Siege:
         return self.path / (machine if machine and self.database else "runs")
 
     def start(self, *, doom=None, machine=None, joins=False, workers=1):
-        args = ["worker", "tiny-quick"] if joins else ["run", FILE, "--seeds", self.seeds]
+        args = ["worker", "tiny-quick"] if joins else ["run", FILE, "--no-report", "--seeds", self.seeds]
         args += ["--folder", self.home(machine), "--workers", workers]
         args += ["--storage", self.database] if self.database else []
         self.count += 1

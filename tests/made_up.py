@@ -47,7 +47,7 @@ def ponce(seeds=6):
 
 
 def _ponce(size, p, noise):
-    accuracy = 80 - math.log2(size / 8) + (1 + math.log2(size / 8)) * p + noise
+    accuracy = 80 - 1.5 * math.log2(size / 8) + (3 + math.log2(size / 8)) * p + noise
     return {"accuracy": accuracy, "loss": 2 - accuracy / 50}
 
 

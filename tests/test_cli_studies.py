@@ -17,7 +17,7 @@ from backdrop.experiments.records import Record
 from backdrop.experiments.study import plan as plan_module
 from backdrop.experiments.study.lookup import open_study
 from backdrop.experiments.study.plan import plan
-from backdrop.experiments.train import Options
+from backdrop.experiments.train import Cost, Options
 from tiny_task import FILE, noted
 
 
@@ -50,8 +50,51 @@ def test_run_ends_with_a_table_and_where_to_go_from_there(tmp_path):
     assert rows[1][4] == "+0.693"  # the gain: log 2, since p is half as far from what is planted
     assert "complete: p 0.5, seed 1, score -1.61" in output
     assert "(4 of 4 trials done)" in output
-    assert "trials are in runs/tiny-quick; a page about them: backdrop report tiny-quick\n" in output
+    assert "trials are in runs/tiny-quick; a page about them: runs/tiny-quick/report.html\n" in output
+    assert output.startswith("4 trials to run: about ")
+    assert "with 1 worker on this machine" in output.splitlines()[0]
     assert sorted(noted(tmp_path / "noted.txt", "begin").values()) == [1] * 4
+
+
+def test_run_writes_its_page_unless_told_not_to(tmp_path):
+    output = run("run", FILE, "--seeds", "1", "--no-report")
+    assert "a page about them: backdrop report tiny-quick\n" in output
+    assert not (tmp_path / "runs" / "tiny-quick" / "report.html").exists()
+    output = run("run", FILE, "--seeds", "1")
+    assert "to run" not in output  # nothing is left
+    assert "a page about them: runs/tiny-quick/report.html\n" in output
+    assert "<svg" in (tmp_path / "runs" / "tiny-quick" / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_fails_no_study(tmp_path):
+    (tmp_path / "runs" / "tiny-quick" / "report.html").mkdir(parents=True)
+    output = run("run", FILE, "--seeds", "1")
+    assert "the report could not be written" in output
+    assert "a page about them: backdrop report tiny-quick\n" in output
+
+
+def test_what_cannot_be_measured_runs_all_the_same(tmp_path):
+    output = run("run", FILE, "--set", "broken_seed=0", "--no-report", code=1)
+    assert "4 trials to run; how long that takes could not be measured: ValueError: this seed is broken" in output
+    assert status()[0]["complete"] == 2
+
+
+def test_how_long_it_takes_is_what_each_trial_costs(monkeypatch):
+    """Lengths and batch sizes count, and what is alike is measured once."""
+    measured = []
+
+    def cost(task, options):
+        measured.append(task.settings.batch_size)
+        return Cost(begin=1.0, step=0.5 * task.settings.batch_size, evaluation=2.0, steps=3)
+
+    monkeypatch.setattr(runs, "cost", cost)
+    spec, points = plan(FILE, "quick", ["batch_size=2,4", "epochs=3,5", "evaluations=4"], seeds="2")
+    # an evaluation after each epoch for 3 of them, 4 for 5; three steps to a pass
+    one = {(size, n): 1 + 3 * n * 0.5 * size + 2 * min(n, 4) for size in (2, 4) for n in (3, 5)}
+    assert runs._seconds(spec.find_task(FILE), points, Options()) == pytest.approx(
+        4 * sum(one.values())
+    )  # two p, two seeds
+    assert sorted(measured) == [2, 4]
 
 
 def test_the_same_command_again_has_nothing_to_do_and_more_seeds_extend(tmp_path):

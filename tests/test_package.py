@@ -174,33 +174,13 @@ def test_the_page_on_textures_shows_the_measured_figures(monkeypatch):
                 assert f"| {' | '.join(bench['cells'](kind, row))} |" in page
 
 
-def quick_results(task):
-    """The configurations of a quick study, as `backdrop report TASK-quick --format csv` writes them."""
+@pytest.mark.parametrize("task", ["ponce", "cifar10", "latent"])
+def test_the_page_shows_what_the_other_quick_studies_gave(task):
+    kind = TASKS[task]
     with (ROOT / "results" / "quick" / f"{task}-configurations.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_the_demo_shows_the_measured_figures():
-    control, masked = quick_results("gp")
-    rows = []
-    for row in (control, masked):
-        mean, sd, low, high = (float(row[f"accuracy {part}"]) for part in ("mean", "sd", "low", "high"))
-        rows.append(
-            f"| {float(row['p_small']):g} | {float(row['p_large']):g} | {mean:.1f} ± {sd:.1f} [{low:.1f} to {high:.1f}]"
-        )
-    gain, low, high = (float(masked[f"gain {part}"]) for part in ("mean", "low", "high"))
-    rows[1] += f" | {gain:+.1f} [{low:.1f} to {high:.1f}]"
-    assert low > 0
-    for row in rows:
-        assert row in (ROOT / "docs" / "experiments.md").read_text()
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_the_pages_show_what_the_quick_studies_gave(task):
-    kind, results = TASKS[task], quick_results(task)
-    (control,) = (row for row in results if not any(float(row[mask]) for mask in kind.masks))
+        control, *others = csv.DictReader(file)
     digits = 1 if kind.metric == "accuracy" else 3
-    for masked in (row for row in results if row is not control):
+    for masked in others:
         masks = ", ".join(f"{mask} {float(masked[mask]):g}" for mask in kind.masks)
         without, with_masks = (f"{float(row[f'{kind.metric} mean']):.{digits}f}" for row in (control, masked))
         gain, low, high = (float(masked[f"gain {part}"]) for part in ("mean", "low", "high"))

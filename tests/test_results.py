@@ -14,13 +14,18 @@ from backdrop.experiments.records import Record
 from backdrop.experiments.report import exports, wording
 from backdrop.experiments.report.statistics import CHOSEN, Results, estimate, paired
 from backdrop.experiments.study.archive import Archive
+from backdrop.experiments.study.plan import all_settings
 from backdrop.experiments.study.worker import work
+from backdrop.experiments.task import trial_key
 from backdrop.experiments.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 SEARCHED = [task for task in TASKS if (ROOT / "results" / task / "choice.json").exists()]
 MEASURED = [task for task in TASKS if (ROOT / "results" / task / "trials.json").exists()]
 STUDIES = [path for task in TASKS for path in sorted((ROOT / "results" / task).glob("*.json"))]
+
+
+JUDGED_BY_VALIDATION = ("choice", "small-choice", "small-mask", "small-frozen", "variants", "turned")
 
 
 class Told:
@@ -92,7 +97,7 @@ def test_the_tables_are_in_step_with_the_trials(make, path):
     results = Results(TASKS[path.parent.name], make.study(path.parent.name, path.stem).records())
     assert path.with_name(f"{stem}-trials.csv").read_bytes() == exports.trials(results)
     assert path.with_name(f"{stem}-configurations.csv").read_bytes() == exports.configurations(results)
-    judge = "validation" if path.stem in ("choice", "small-choice", "small-frozen", "variants", "turned") else "test"
+    judge = "validation" if path.stem in JUDGED_BY_VALIDATION else "test"
     assert all(record.settings["judge"] == judge for record in results.records)
     assert all(record.state == "complete" for record in results.records)
 
@@ -242,6 +247,60 @@ def test_the_page_quotes_the_areas_on_test_images(make):
         assert words.format(first, last) in page
 
 
+@pytest.mark.parametrize("task", ["gp", "auc"])
+def test_the_quick_studies_are_what_their_presets_say(make, task):
+    kind, records = TASKS[task], make.study("quick", task).records()
+    preset = kind.presets["quick"]
+    wanted = [{**preset.base, **point, "seed": seed} for point in preset.grid for seed in range(preset.seeds)]
+    keys = [trial_key(task, all_settings(kind, settings)) for settings in wanted]
+    assert [record.state for record in records] == ["complete"] * len(wanted)
+    assert {trial_key(task, all_settings(kind, record.settings)) for record in records} == set(keys)
+    assert all(record.settings["judge"] == "test" for record in records)
+    results = Results(kind, records)
+    arms = [[c for c in results.measured if results.is_masked(c) is masked] for masked in (False, True)]
+    assert len(arms[0]) == len(arms[1])  # both alike
+    path = ROOT / "results" / "quick" / f"{task}.json"
+    assert path.with_name(f"{task}-trials.csv").read_bytes() == exports.trials(results)
+    assert path.with_name(f"{task}-configurations.csv").read_bytes() == exports.configurations(results)
+
+
+def test_the_demo_is_what_the_search_found_best(make, textures):
+    """The coarse mask alone is trained as is best for both masks, as it was judged on 24 training sets."""
+    plain, masked = TASKS["gp"].presets["quick"].grid
+    shared = TASKS["gp"].presets["quick"].base
+    for arm, searched, point in ((textures.NONE, textures.NONE, plain), (textures.COARSE, textures.BOTH, masked)):
+        (best,) = textures.chosen("gp", search="small-choice", **searched)
+        assert {**shared, **point}.items() >= {**arm, **best}.items()
+    judged = Results(TASKS["gp"], make.study("gp", "small").records())
+    for c in Results(TASKS["gp"], make.study("quick", "gp").records()).measured:
+        (same,) = (
+            other for other in judged.measured if all(other.settings[m] == c.settings[m] for m in TASKS["gp"].masks)
+        )
+        values = same.values("accuracy")
+        assert c.values("accuracy") == {seed: values[seed] for seed in range(5)}  # to the last digit
+
+
+def test_the_page_says_what_the_coarse_mask_does_in_short_training(make):
+    page = Told(*make.PAGES)
+    results = Results(TASKS["gp"], make.study("gp", "small-short").records())
+    plain, masked = results.measured
+    (best,) = make.claims.where(
+        Results(TASKS["gp"], make.study("gp", "small-mask").records()), lr=0.03, weight_decay=0.5
+    )
+    assert all(masked.settings[name] == best.settings[name] for name in CHOSEN)
+    gain = results.gain(masked)
+    ends = wording.interval(make.claims.t_interval(gain), 1), wording.interval(gain, 1)
+    assert "gains {:.1f} points, which could be nothing (t interval {}; bootstrap {})".format(gain.mean, *ends) in page
+    judged = Results(TASKS["gp"], make.study("gp", "small").records())
+    (long,) = make.claims.where(judged, p_small=0.0, p_large=0.75)
+    mean = statistics.mean(long.values("accuracy")[seed] for seed in plain.values("accuracy"))
+    assert f"After 40 epochs as above, the mask has {mean:.1f} on" in page
+    search = Results(TASKS["gp"], make.study("gp", "small-choice").records())
+    settings = {name: long.settings[name] for name in CHOSEN}
+    (same,) = make.claims.where(search, p_large=0.0, **settings)
+    assert f"they have {search.estimate(same).mean:.1f} on validation images" in page
+
+
 def test_the_readme_quotes_the_results(make):
     readme = Told(ROOT / "README.md")
 
@@ -256,6 +315,11 @@ def test_the_readme_quotes_the_results(make):
     assert "[{:.1f}% and {:.1f}%]".format(*textures) in readme
     textures = [mean("gp", "accuracy", "small", p_small=0.0, p_large=coarse) for coarse in (0.0, 0.75)]
     assert "{:.1f}% without masks, {:.1f}% with a coarse one, each over 24 training sets".format(*textures) in readme
+    hidden = [
+        mean("latent", metric, batch_size=2048, p_x=0.0, p_d=p) for metric in ("dist", "accuracy") for p in (0.0, 0.97)
+    ]
+    for page in (readme, Told(make.PAGE)):
+        assert "{:.2f} to {:.2f}, accuracy from {:.1f}% to {:.1f}%".format(*hidden) in page
     photographs = Results(TASKS["cifar10"], make.study("cifar10").records())
     assert all(photographs.gain(c).mean < 0 for c in photographs.measured if c.settings["p"])
     assert "[on CIFAR-10 no mask lowers the loss]" in readme

@@ -1,6 +1,7 @@
 """A task of milliseconds for tests of studies, which writes down what it does and can be held up or fail."""
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class Tiny(Task):
 
     def data(self, device):
         s, self.evaluations = self.settings, 0
-        note(f"begin p={s.p:g} seed={s.seed} {os.getpid()}")
+        if not measured():
+            note(f"begin p={s.p:g} seed={s.seed} {os.getpid()}")
         if s.seed == s.broken_seed:
             raise ValueError("this seed is broken")
         generator = torch.Generator().manual_seed(s.seed)
@@ -74,6 +76,14 @@ class Tiny(Task):
 
     def units(self):
         return {"p": 1000}
+
+
+def measured():
+    """Whether this is no trial, but the few steps by which `run` knows how long trials take."""
+    frame = sys._getframe()
+    while frame and frame.f_code.co_name != "cost":
+        frame = frame.f_back
+    return frame is not None
 
 
 def note(text):

@@ -236,7 +236,7 @@ def test_a_worker_of_a_server_that_was_stopped_ends_when_it_is_asked_to(
     """Where it is in the middle of a trial, and where it waits for the server."""
     env = {"TINY_LOG": tmp_path / "noted.txt", "TINY_HOLD": tmp_path}
     (tmp_path / "hold").touch()
-    args = ("run", FILE, "--storage", database, "--folder", tmp_path / "runs", "--workers", "1")
+    args = ("run", FILE, "--no-report", "--storage", database, "--folder", tmp_path / "runs", "--workers", "1")
     command = Command(*args, output=tmp_path / "output.txt", env=env)
     log = tmp_path / "noted.txt"
     wait_until(lambda: log.exists() and log.read_text().count("epoch") >= 2)
@@ -260,7 +260,7 @@ def test_a_worker_of_a_server_that_was_stopped_ends_when_it_is_asked_to(
 def test_trials_go_on_while_the_server_restarts(server, database, tmp_path):  # noqa: F811
     env = {"TINY_LOG": tmp_path / "noted.txt", "TINY_HOLD": tmp_path}
     (tmp_path / "hold").touch()
-    args = ("run", FILE, "--storage", database, "--folder", tmp_path / "runs", "--workers", "1")
+    args = ("run", FILE, "--no-report", "--storage", database, "--folder", tmp_path / "runs", "--workers", "1")
     command = Command(*args, output=tmp_path / "output.txt", env=env)
     log = tmp_path / "noted.txt"
     wait_until(lambda: log.exists() and log.read_text().count("epoch") >= 2)

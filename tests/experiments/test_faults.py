@@ -240,7 +240,7 @@ def test_an_epoch_takes_the_strikes_away(begun, tmp_path):
 def test_workers_that_were_killed_or_preempted_are_no_strikes(tmp_path):
     """Real ones, more often than a trial may crash."""
     env = {"TINY_LOG": tmp_path / "noted.txt", "TINY_HOLD": tmp_path}
-    args = ("run", FILE, "--set", "p=0", "--seeds", "1", "--folder", tmp_path / "runs", "--workers", "1")
+    args = ("run", FILE, "--no-report", "--set", "p=0", "--seeds", "1", "--folder", tmp_path / "runs", "--workers", "1")
     (tmp_path / "hold").touch()
     for number in [signal.SIGKILL] * (remains.STRIKES + 1) + [signal.SIGTERM] * 2:
         (tmp_path / "noted.txt").unlink(missing_ok=True)

@@ -33,7 +33,7 @@ class Stage:
         return self.commands[-1]
 
     def run(self, *args, **kwargs):
-        return self.start("run", FILE, *args, **kwargs)
+        return self.start("run", FILE, "--no-report", *args, **kwargs)
 
     def middle(self, *pids):
         """Whether each of these processes is in the middle of a trial."""

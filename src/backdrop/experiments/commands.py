@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,9 @@ Own = Annotated[
         show_default=False,
     ),
 ]
-Preset = Annotated[str, typer.Option(help="quick (2 CPU cores, minutes) or paper (a GPU).")]
+Preset = Annotated[
+    str, typer.Option(help="quick (2 CPU cores, minutes), laptop (gp and auc, a night) or paper (a GPU).")
+]
 Place = Annotated[
     str | None,
     typer.Option(
@@ -142,16 +144,26 @@ def _beginning(
 ) -> Any:
     named = {"precision": precision, "skip": skip}  # settings that have an option of their own
     given = (*(set_ or ()), *(f"{setting}={value}" for setting, value in named.items() if value is not None))
-    return dataclasses.replace(how, name=name, given=given, retry=retry_failed)
+    return replace(how, name=name, given=given, retry=retry_failed)
 
 
 @app.command()
 @_takes(_beginning)
-def run(task: Task, preset: Preset = "quick", seeds: Seeds = None, *, how: Any) -> None:
-    """Run an experiment, or what is missing of it: the same command goes on with what was stopped."""
+def run(
+    task: Task,
+    preset: Preset = "quick",
+    seeds: Seeds = None,
+    report: Annotated[bool, typer.Option(help="Write a page about the trials at the end.")] = True,
+    *,
+    how: Any,
+) -> None:
+    """Run an experiment, or what is missing of it: the same command goes on with what was stopped.
+
+    It says first how long that takes, and ends with a page about what came of it.
+    """
     from backdrop.experiments import runs
 
-    raise typer.Exit(1 if runs.run(task, preset, seeds, how) else 0)
+    raise typer.Exit(1 if runs.run(task, preset, seeds, replace(how, report=report)) else 0)
 
 
 @app.command()
@@ -185,7 +197,7 @@ def worker(
     """
     from backdrop.experiments import runs
 
-    runs.join(dataclasses.replace(how, name=study), task=task, wait=wait)
+    runs.join(replace(how, name=study), task=task, wait=wait)
 
 
 @app.command()

@@ -18,17 +18,28 @@ from backdrop.experiments import live
 from backdrop.experiments.logs import log_event
 from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import wording
+from backdrop.experiments.report.statistics import CHOSEN
 from backdrop.experiments.settings import build
 from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
 from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
-from backdrop.experiments.study.plan import Readable, Spec, check_name, check_trials, plan, threads_for, workers_for
+from backdrop.experiments.study.plan import (
+    Readable,
+    Spec,
+    again,
+    check_name,
+    check_trials,
+    plan,
+    threads_for,
+    workers_for,
+)
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
 from backdrop.experiments.study.study import STATES, Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
+from backdrop.experiments.task import Task, trial_key
 from backdrop.experiments.tasks import reference
-from backdrop.experiments.train import Options, check_device, fit
+from backdrop.experiments.train import Cost, Options, check_device, cost, fit
 
 __all__ = ["How", "join", "mend", "run", "show", "tune"]
 
@@ -46,13 +57,16 @@ class How:
     name: str | None = None  # of the study; by default that of its task and preset
     given: Sequence[str] = ()  # settings, as `plan` takes them
     retry: bool = False  # run failed trials once more
+    report: bool = False  # write a page at the end
 
     def workers_for(self, trials: int) -> int:
         return self.workers or workers_for(self.options.accelerator, self.options.devices, trials)
 
 
 def run(task: str, preset: str, seeds: str | None, how: How) -> bool:
-    """Runs the points of a grid that are missing, as `plan` has them; whether any failed."""
+    """Runs the points of a grid that are missing, as `plan` has them, and says first how long that takes; whether any
+    failed.
+    """
     check_device(how.options)
 
     def planned(workers: int, *more: str) -> tuple[Spec, list[dict[str, Any]]]:
@@ -74,7 +88,7 @@ def run(task: str, preset: str, seeds: str | None, how: How) -> bool:
     if how.storage is not None or (home / JOURNAL).exists():
         raise RuntimeError(f"{'--storage' if how.storage else home / JOURNAL} {NEEDS}")
     stored = PlainStudy(home).spec if (home / SPEC).exists() else None
-    return _run_plain(home, how.options, *planned(1, *_skip(how.given, stored, spec, how.options)))
+    return _run_plain(home, how, *planned(1, *_skip(how.given, stored, spec, how.options)))
 
 
 def tune(task: str, preset: str, trials: int, seed: int, how: How) -> bool:
@@ -108,8 +122,11 @@ def _run(
             study = begun(storage)
             if how.retry:
                 study.retry()
+        if study.spec.kind == "grid":
+            left = [record.settings for record in study.records() if record.state in ("waiting", "running")]
+            _say_how_long(study.spec, left, how.options, workers, task)
         _work(study, home, how.options, workers, task=task)
-        return _finish(study, home, storage.place if how.storage else None, task, named)
+        return _finish(study, home, storage.place if how.storage else None, task, named, report=how.report)
 
 
 def join(how: How, *, task: str | None = None, wait: bool = True) -> None:
@@ -240,34 +257,68 @@ def _hurried_out(study: Study) -> Iterator[None]:
         raise
 
 
+def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Options, workers: int, task: str) -> None:
+    """How many trials are missing, and how long they take: by a few steps of each kind, measured now."""
+    if not points:
+        return
+    missing, machine = wording.count(len(points), "trial"), f"with {wording.count(workers, 'worker')} on this machine"
+    try:
+        kind, threads = spec.find_task(task), replace(options, threads=spec.threads)
+        seconds = _seconds(kind, points, threads) / workers
+    except Exception as error:  # whatever it is, the trials that meet it say so
+        _say(f"{missing} to run; how long that takes could not be measured: {type(error).__name__}: {error}")
+        return
+    _say(f"{missing} to run: about {wording.duration(seconds)} {machine}, if nothing else runs on it")
+
+
+def _seconds(kind: type[Task], points: Sequence[Mapping[str, Any]], options: Options) -> float:
+    """Of all trials, one after the other. Masks, learning rates and lengths do not change what a step takes."""
+    measured: dict[str, Cost] = {}
+    total = 0.0
+    for point in points:
+        task = kind(build(kind.Settings, point), data_root=options.data_root)
+        alike = {name: v for name, v in point.items() if name not in (*CHOSEN, *kind.masks, "seed")}
+        key = json.dumps(alike, sort_keys=True, default=str)
+        if key not in measured:
+            measured[key] = cost(task, options)
+        total += measured[key].of(task.settings) / options.devices
+    return total
+
+
 def _counted(study: Readable) -> str:
     return ", ".join(f"{number} {state}" for state, number in counts(study.records()).items() if number)
 
 
-def _run_plain(home: Path, options: Options, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
+def _run_plain(home: Path, how: How, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
     """One configuration, where Optuna is not installed; whether any of its trials failed."""
     check_one(points, spec.varied)
     study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
-    options = replace(options, threads=study.spec.threads)
+    options = replace(how.options, threads=study.spec.threads)
 
     def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
         task = kind(build(kind.Settings, settings), data_root=options.data_root)
         fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
 
+    done = {trial_key(spec.task_name, record.settings) for record in study.records() if record.state == "complete"}
+    left = [point for point in points if trial_key(spec.task_name, point) not in done]
+    _say_how_long(study.spec, left, options, 1, spec.task)
     with advice_if_full(), live.Display(study, Console(stderr=True)):
         study.run(points, train)
-    return _finish(study, home, None, spec.task)
+    return _finish(study, home, None, spec.task, report=how.report)
 
 
-def _finish(study: Readable, home: Path, storage: str | None, task: str, named: str | None = None) -> bool:
-    """Shows what came of a study; whether a trial failed."""
+def _finish(
+    study: Readable, home: Path, storage: str | None, task: str, named: str | None = None, *, report: bool = False
+) -> bool:
+    """Shows what came of a study, and writes a page about it; whether a trial failed."""
     kind, records, console = study.spec.find_task(task), study.records(), Console()
     for part in live.outcome(kind, study.spec, records):
         console.print(part)
     words = ["backdrop", "report", study.name, *(["--storage", storage] if storage else [])]
     if home.parent != Path("runs"):
         words += ["--folder", str(home.parent)]
-    _say(f"trials are in {home}; a page about them: {shlex.join(words)}")
+    page = _page(kind, study, records, home) if report and any(record.metrics for record in records) else None
+    _say(f"trials are in {home}; a page about them: {page or shlex.join(words)}")
     has_failed = any(record.state == "failed" for record in records)
     if has_failed:
         _say("failed trials are run again with --retry-failed")
@@ -275,6 +326,18 @@ def _finish(study: Readable, home: Path, storage: str | None, task: str, named: 
         command = search.run_command(study.name, study.spec, best[0], task=named)
         _say(f"the best settings, and the same without masks, on the test set: {command}")
     return has_failed
+
+
+def _page(kind: type[Task], study: Readable, records: Sequence[Record], home: Path) -> Path | None:
+    """The report of a study, beside its trials; None where it cannot be made, which the trials do not suffer from."""
+    from backdrop.experiments.report.write import write_report
+
+    try:
+        command = again(study.name, study.spec, records, kind)
+        return write_report(kind, study.name, records, home, format="html", command=command, spec=study.spec)[0]
+    except Exception as error:
+        _say(f"the report could not be written: {error}")
+        return None
 
 
 def _say(text: str) -> None:

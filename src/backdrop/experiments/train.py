@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,47 @@ class Outcome:
     curve: list[dict[str, float]]
     seconds: float
     machine: dict[str, str]
+
+
+class Cost(NamedTuple):
+    """What a trial takes on this machine, in seconds.
+
+    Args:
+        begin: to make the data and the network.
+        step: one training step.
+        evaluation: one evaluation.
+        steps: to a pass over the training data.
+    """
+
+    begin: float
+    step: float
+    evaluation: float
+    steps: int
+
+    def of(self, settings: Any) -> float:
+        """A trial that has these settings, and all else as that which was measured."""
+        steps, evaluations = settings.epochs * settings.passes * self.steps, min(settings.evaluations, settings.epochs)
+        return float(self.begin + steps * self.step + evaluations * self.evaluation)
+
+
+def cost(task: Task, options: Options) -> Cost:
+    """Measures a few steps of a trial and a part of its evaluation, and forgets them: nothing is written."""
+    with _threads(options.threads), torch.random.fork_rng():
+        clock = time.perf_counter
+        fabric = Fabric(accelerator=options.accelerator, devices=1, precision=task.settings.precision)
+        begin = clock()
+        training = _Training(fabric, task, Path(), dataclasses.replace(options, graphs=False, compile=False))
+        begun = clock()
+        evaluation = training.evaluation_seconds()
+        training.model.train()
+        rows = torch.arange(len(training.train.labels), device=fabric.device).tensor_split(training.batches)[0]
+        times = [clock()]
+        for _ in range(3):  # the first is slower
+            training._step(rows).item()
+            times.append(clock())
+            if times[-1] - times[0] > 5:
+                break
+        return Cost(begun - begin, times[-1] - times[-2], evaluation, training.batches)
 
 
 def _warn(text: str) -> None:
@@ -412,6 +453,19 @@ class _Training:
         if self.task.metric not in metrics:
             raise ValueError(f"evaluate has to give {self.task.metric!r}, but got {', '.join(metrics) or 'nothing'}")
         return {column(name): float(value) for name, value in metrics.items()}
+
+    @torch.no_grad()
+    def evaluation_seconds(self) -> float:
+        """How long an evaluation takes, by the second of its parts, or by the only one."""
+        self.model.eval()
+        parts = torch.split(self.judge.inputs, getattr(self.settings, "eval_batch", self.settings.batch_size))
+        seconds = 0.0
+        for part in parts[:2]:
+            begin = time.perf_counter()
+            outputs = self.model(part.contiguous(memory_format=self.format))
+            (outputs if isinstance(outputs, Tensor) else outputs[0]).sum().item()
+            seconds = (time.perf_counter() - begin) / len(part)
+        return seconds * len(self.judge.labels)
 
     def _state(self) -> dict[str, Any]:
         rng = [torch.get_rng_state()]
