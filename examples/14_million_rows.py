@@ -3,10 +3,10 @@
     python examples/14_million_rows.py
 
 A table of 1,000,000 rows, about one in a hundred of them positive, is written to a file and read from it in parts of
-20,000. The loss, which compares every positive with every negative, wants the outputs of all rows, and these lie in memory:
-one number each. A mask keeps a hundredth of the rows; they alone are computed with gradients, once drawn uniformly and
-once chosen by the gradient that arrives at them (choose="gradient"). The gradients are those of the plain masked model
-on a tensor of all rows.
+20,000. The loss, which compares every positive with every negative, wants the outputs of all rows, and these lie in
+memory: one number each. A mask keeps a hundredth of the rows; they alone are computed with gradients, once drawn
+uniformly and once chosen by the gradient that arrives at them (choose="gradient"). The gradients are those of the plain
+masked model on a tensor of all rows.
 
 Prints the loss and the ROC AUC of rows that were not trained on for both, the seconds of a step, and the most memory
 that was taken beyond what was there before. The file takes 122 MiB.

@@ -208,7 +208,7 @@ def choose_and_count(
 ) -> tuple[Tensor, float]:
     """One choice for several tensors, as a weight for the first; and how many equal gradients theirs are worth."""
     for grad in grads:
-        _check_not_batched(grad)
+        check_not_batched(grad)
     with torch.no_grad():
         lattices = [make_lattice(grad.shape, dims, patch) for grad in grads]
         norms = informed.unit_norms(*zip(grads, lattices, strict=True))
