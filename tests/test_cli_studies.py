@@ -63,7 +63,7 @@ def test_run_writes_its_page_unless_told_not_to(tmp_path):
     output = run("run", FILE, "--seeds", "1")
     assert "to run" not in output  # nothing is left
     assert "a page about them: runs/tiny-quick/report.html\n" in output
-    assert "<svg" in (tmp_path / "runs" / "tiny-quick" / "report.html").read_text()
+    assert "Report by backdrop" in (tmp_path / "runs" / "tiny-quick" / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_fails_no_study(tmp_path):
