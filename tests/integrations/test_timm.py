@@ -130,9 +130,9 @@ def test_what_is_refused():
 
 def test_the_code_of_the_page_runs(capsys):
     import_or_skip("timm")
-    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "timm.md").read_text()
     (code,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names = {"__name__": "page"}
-    exec(compile(code, "integrations.md", "exec"), names)
+    exec(compile(code, "timm.md", "exec"), names)
     assert "2 stages.2 160 16\n" in capsys.readouterr().out
     assert len({str(names[name]) for name in ("masked", "same", "same_again")}) == 1

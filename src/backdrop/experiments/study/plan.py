@@ -2,7 +2,7 @@
 
 >>> spec, points = plan("gp", "quick", ["p_small=0,0.99", "epochs=3"], seeds="2")
 >>> spec.name, len(points), spec.base["epochs"], sorted(spec.varied)
-('gp-quick', 8, 3, ['p_large', 'p_small', 'seed'])
+('gp-quick', 8, 3, ['lr', 'p_large', 'p_small', 'seed', 'weight_decay'])
 """
 
 from __future__ import annotations
