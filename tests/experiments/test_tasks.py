@@ -329,7 +329,9 @@ def test_references_lead_back_to_tasks():
 
 
 def test_unknown_presets_suggest_a_name():
-    with pytest.raises(ValueError, match=r"preset has to be one of quick, laptop, paper for gp, but got 'quik'; did you mean"):
+    with pytest.raises(
+        ValueError, match=r"preset has to be one of quick, laptop, paper for gp, but got 'quik'; did you mean"
+    ):
         find_preset(GP, "quik")
 
 

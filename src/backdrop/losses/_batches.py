@@ -120,6 +120,14 @@ def normalise(weights: Tensor) -> tuple[Tensor, Tensor]:
     return legal, weights / weights.amax().clamp(min=torch.finfo(weights.dtype).tiny) if len(weights) else weights
 
 
+def on_host(x: Tensor) -> list[bool]:
+    """In one wait for a GPU. What its transforms wrap torch 2.6 gives one by one alone."""
+    if torch._C._are_functorch_transforms_active():
+        return [bool(each) for each in x]
+    found: list[bool] = x.tolist()
+    return found
+
+
 def check_weights(legal: bool) -> None:
     if not legal:
         raise ValueError("weight has to hold finite numbers of at least 0, but got others")

@@ -22,6 +22,7 @@ from backdrop.losses._batches import (
     check_weights,
     make_weights,
     normalise,
+    on_host,
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
@@ -91,7 +92,7 @@ def concordance_loss(
         hazards, t, happened, *weights = (each[counted] for each in (hazards, t, happened, shares.double()))
     right = ((happened == 0) | (happened == 1)).all()
     for passed, message in zip(
-        torch.stack([right, ~t.isnan().any()]).tolist(),
+        on_host(torch.stack([right, ~t.isnan().any()])),
         ("events has to hold 0 and 1", "times has to hold numbers"),
         strict=True,
     ):

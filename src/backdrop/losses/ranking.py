@@ -19,6 +19,7 @@ from backdrop.losses._batches import (
     gather_batch,
     make_weights,
     normalise,
+    on_host,
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
@@ -232,7 +233,7 @@ def ndcg_loss(
         gain = gain * weights[0] / weights[0].amax(1, keepdim=True).clamp(min=tiny)
     found = [(r >= 0).logical_and_(r.isfinite()).all()[None], (gain > 0).any(1)]
     found += [((w >= 0) & w.isfinite()).all()[None] for w in weights]
-    right, *present = torch.cat(found).tolist()
+    right, *present = on_host(torch.cat(found))
     if weights:
         check_weights(present.pop())
     if not right:
