@@ -167,7 +167,7 @@ def others():
             same = torch.arange(len(a), device=a.device)
             return own(torch.cat([a, b]), torch.cat([same, same]))
 
-        add("contrastive", "pytorch-metric-learning", info_nce, SQUARE)
+        add("contrastive", "pytorch-metric-learning", info_nce, 100)  # its time and memory grow as n^3
     except ImportError:
         pass
     return found
@@ -373,7 +373,7 @@ def main():
     parser = options(__doc__)
     parser.add_argument("--plot", type=Path, help="also draw time over n into this file")
     parser.add_argument("--pages", action="store_true", help="write the table into docs/losses/costs.md")
-    parser.add_argument("--only", help="of the losses this one")
+    parser.add_argument("--only", help="measure this loss; what FILE has of the others stays")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU; with one the figures are CPU time")
     parser.add_argument("--again", type=Path, help="take the figures from this file instead of measuring")
     arguments = parser.parse_args()
@@ -388,6 +388,11 @@ def main():
             "python": platform.python_version(),
             "rows": [],
         }
+        if arguments.only and arguments.json and arguments.json.exists():
+            known = json.loads(arguments.json.read_text())
+            if known["device"] != figures["device"]:
+                parser.error(f"{arguments.json} was measured on {known['device']}, not on {figures['device']}")
+            figures["rows"] = [row for row in known["rows"] if row["loss"] != arguments.only]
         clock = time.process_time if alone else time.perf_counter
         for name, (data, ways) in cases().items():
             for n in SIZES:
