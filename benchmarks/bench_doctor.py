@@ -18,6 +18,7 @@ from backdrop import Backdrop, doctor
 from backdrop.losses import contrastive_loss, rank_statistic_loss
 from backdrop.placement.gradients import call
 from backdrop.placement.steps import Batch, peak, take_turns
+from bench_size import UNet
 
 CLOSE = 0.2  # how far off a prediction may be
 
@@ -52,35 +53,10 @@ def resnet():
     )
 
 
-class UNet(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-
-        def block(inputs, outputs):
-            return nn.Sequential(
-                *(layer for i in (inputs, outputs) for layer in (nn.Conv2d(i, outputs, 3, padding=1), nn.ReLU()))
-            )
-
-        self.down = nn.ModuleList([block(1, width), block(width, 2 * width)])
-        self.middle = block(2 * width, 4 * width)
-        self.up = nn.ModuleList(
-            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
-        )
-        self.join = nn.ModuleList([block(4 * width, 2 * width), block(2 * width, width)])
-        self.head = nn.Conv2d(width, 2, 1)
-
-    def forward(self, x):
-        first = self.down[0](x)
-        second = self.down[1](nn.functional.max_pool2d(first, 2))
-        x = self.middle(nn.functional.max_pool2d(second, 2))
-        x = self.join[0](torch.cat([self.up[0](x), second], 1))
-        return self.head(self.join[1](torch.cat([self.up[1](x), first], 1)))
-
-
 def unet():
     torch.manual_seed(0)
     labels = torch.randint(2, (2, 384, 384))
-    return UNet(), (torch.randn(2, 1, 384, 384), labels), nn.functional.cross_entropy, {}
+    return UNet(nn.Identity(), inputs=1), (torch.randn(2, 1, 384, 384), labels), nn.functional.cross_entropy, {}
 
 
 def series():

@@ -167,14 +167,14 @@ def volume(p):
 
 
 class UNet(nn.Module):
-    def __init__(self, mask, width=24):
+    def __init__(self, mask, inputs=3, width=24):
         super().__init__()
 
         def block(inputs, outputs):
             convs = [nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)]
             return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.ReLU())))
 
-        self.down = nn.ModuleList([block(3, width), block(width, 2 * width)])
+        self.down = nn.ModuleList([block(inputs, width), block(width, 2 * width)])
         self.middle, self.mask = block(2 * width, 4 * width), mask
         self.up = nn.ModuleList([nn.ConvTranspose2d(n * width, n * width // 2, 2, 2) for n in (4, 2)])
         self.join = nn.ModuleList([block(4 * width, 2 * width), block(2 * width, width)])

@@ -47,19 +47,8 @@ ANY_ORDER = {
     *("conv2d", "batch_norm", "group_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"),
     *("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh", "sigmoid"),
     *("tanh", "softplus", "add", "sub", "mul", "truediv", "div", "clamp", "cat", "mean", "pad", "interpolate"),
-    *(
-        "dropout",
-        "dropout2d",
-        "flatten",
-        "reshape",
-        "linear",
-        "permute",
-        "layer_norm",
-        "getitem",
-        "chunk",
-        "split",
-        "itself",
-    ),
+    *("dropout", "dropout2d", "flatten", "reshape", "linear", "permute", "layer_norm", "getitem", "chunk", "split"),
+    "itself",
 }
 
 
