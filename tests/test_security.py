@@ -107,9 +107,10 @@ def test_worker_and_report_run_the_file_that_is_named(tmp_path):
     assert "2 complete" in run("worker", "stranger", "--task", task)
 
 
-def test_inspect_runs_the_file_that_is_named(tmp_path):
+@pytest.mark.parametrize("command", ["inspect", "doctor"])
+def test_inspect_and_doctor_run_the_file_that_is_named(tmp_path, command):
     task, mark = evil(tmp_path)
-    run("inspect", task.replace("Evil", "model"), "--input", "1,1,16,16")
+    run(command, task.replace("Evil", "model"), "--input", "1,1,16,16")
     assert mark.exists()
 
 
@@ -135,6 +136,7 @@ def test_npm_takes_no_settings_from_the_current_folder(tmp_path, monkeypatch):
         (["status"], "Nothing of a study is run"),
         (["repair"], "Nothing of the study is run"),
         (["inspect"], "The module or the file is run"),
+        (["doctor"], "The module or the file is run"),
         (["data", "fetch"], "Nothing in an archive is run"),
     ],
 )
