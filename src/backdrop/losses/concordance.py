@@ -22,12 +22,11 @@ from backdrop.losses._batches import (
     check_weights,
     make_weights,
     normalise,
-    on_host,
     wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, with_gradient
-from backdrop.losses._soft_ranks import Scores, comparable, sigmoids, sorted_sums, spread_of, terms_for
+from backdrop.losses._soft_ranks import Scores, bounds_of, comparable, sigmoids, sorted_sums, spread_of, terms_for
 
 BLOCK = 64  # samples next to each other in time, all pairs of which are taken at once
 FEW = 1536  # samples up to which all pairs are
@@ -90,21 +89,21 @@ def concordance_loss(
         check_weights(bool(legal))
         counted = shares > 0
         hazards, t, happened, *weights = (each[counted] for each in (hazards, t, happened, shares.double()))
-    right = ((happened == 0) | (happened == 1)).all()
-    for passed, message in zip(
-        on_host(torch.stack([right, ~t.isnan().any()])),
-        ("events has to hold 0 and 1", "times has to hold numbers"),
-        strict=True,
-    ):
-        if not passed:
-            raise ValueError(f"{message}, but got others")
+    no_event = happened == 0
+    first, last = bounds_of(t)
+    if not bool((no_event | (happened == 1)).all()):
+        raise ValueError("events has to hold 0 and 1, but got others")
+    if math.isnan(first):
+        raise ValueError("times has to hold numbers, but got others")
     if len(t) <= FEW:
         i = happened.nonzero().view(-1)
-        t = t.nan_to_num()  # infinite ones as large as can be
-        until = torch.where(happened == 0, t.nextafter(t.new_tensor(math.inf)), t)  # a little later at the same time
-        which = until > t[i, None]
+        if math.isinf(first) or math.isinf(last):
+            t = t.nan_to_num()  # as large as can be
+        until = torch.where(no_event, t.nextafter(torch.full_like(t, math.inf)), t)  # a little later at the same time
+        which = torch.empty(len(i), len(t), dtype=torch.float64, device=t.device)
+        torch.gt(until, t[i, None], out=which)
         u, w = (weights[0][i], weights[0]) if weights else (None, None)
-        total = float(which.sum() if u is None else u @ (which.double() @ w))
+        total = float(which.sum() if u is None else u @ (which @ w))
         compute = partial(_sum_of_few, i, which, u, w, temperature)
     else:
         w = weights[0] if weights else torch.ones_like(t)
