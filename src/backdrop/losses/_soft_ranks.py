@@ -161,7 +161,9 @@ class Scores:
         """With NaN in the results of problems that hold NaN; the first axis of each is that of problems."""
         if (broken := self.broken) is None:
             return found
-        return tuple(each.masked_fill(broken.view(broken.shape + (1,) * (each.ndim - broken.ndim)), math.nan) for each in found)
+        return tuple(
+            each.masked_fill(broken.view(broken.shape + (1,) * (each.ndim - broken.ndim)), math.nan) for each in found
+        )
 
 
 class Matrix:

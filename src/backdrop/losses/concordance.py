@@ -175,8 +175,11 @@ def _on_a_grid(x: Tensor, order: Tensor, u: Tensor, w: Tensor, nodes: int) -> Me
     moved = (last != own).nonzero()[:, 0]
     e, at_grid = x.exp(), grid.exp()  # sigmoid(x_j - x_i) = e_j / (e_i + e_j), as in `Scores`
     ue, we = u * e, w * e
+    order = order.int()
     padding = ((e, 1.0), (we, 0.0), (ue, 0.0), (order, 0))  # an order of 0 is later than none
-    in_blocks = [nn.functional.pad(each, (0, blocks * size - n), value=fill).view(blocks, size) for each, fill in padding]
+    in_blocks = [
+        nn.functional.pad(each, (0, blocks * size - n), value=fill).view(blocks, size) for each, fill in padding
+    ]
 
     value = x.new_zeros(())
     above, to_later, to_earlier = x.new_zeros(3, blocks, len(grid))

@@ -402,7 +402,9 @@ def _correlation(
     else:
         present = torch.stack([(x != x[:, :1]).any(1) for x in sides]).all(0).tolist()
     if not any(present):
-        return nothing_to_compare(given[0], single_class, "the same value of a or b in all samples"), *map(torch.zeros_like, given)
+        return nothing_to_compare(given[0], single_class, "the same value of a or b in all samples"), *map(
+            torch.zeros_like, given
+        )
     if not all(present):
         some = torch.tensor(present, device=given[0].device)
         sides = [x[some] for x in sides]
