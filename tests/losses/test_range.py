@@ -1,7 +1,7 @@
 """All losses on pairs over the whole range of temperatures, against brute force in float64: values and gradients.
 
-Temperatures of 1e-3 to 100 spreads; scores that lie evenly, tie, cluster, or have the tails of Cauchy; numbers of scores
-on both sides of where pairs are no longer taken all at once; and one positive in a million.
+Temperatures of 1e-3 to 100 spreads; scores that lie evenly, tie, cluster, or have the tails of Cauchy; numbers of
+scores on both sides of where pairs are no longer taken all at once; and one positive in a million.
 """
 
 import math

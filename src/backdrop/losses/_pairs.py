@@ -102,7 +102,7 @@ class Kernel(NamedTuple):
     factor: float
     # Of the weights of negatives those that count.
     choose: Callable[[Tensor, Tensor], Tensor] | None = None
-    # The same for scores (m,) that all have the weight 1: which count, and their weights; None if that is not so simple.
+    # The same for scores (m,) that all have the weight 1: which count, and their weights; None if it is not simple.
     choose_few: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
 
 

@@ -22,7 +22,6 @@ from backdrop.losses._batches import (
     check_weights,
     make_weights,
     normalise,
-    wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, with_gradient
@@ -103,7 +102,7 @@ def concordance_loss(
         which = torch.empty(len(i), len(t), dtype=torch.float64, device=t.device)
         torch.gt(until, t[i, None], out=which)
         u, w = (weights[0][i], weights[0]) if weights else (None, None)
-        total = float(which.sum() if u is None else u @ (which @ w))
+        total = float(which.sum() if u is None or w is None else u @ (which @ w))
         compute = partial(_sum_of_few, i, which, u, w, temperature)
     else:
         w = weights[0] if weights else torch.ones_like(t)
@@ -136,7 +135,7 @@ def _order(times: Tensor, happened: Tensor) -> Tensor:
 def _sum_of_few(
     i: Tensor, which: Tensor, u: Tensor | None, w: Tensor | None, temperature: float, hazards: Tensor
 ) -> Means:
-    """sum_ij u_i w_j sigmoid((h_j - h_i) / T) of those i and all j that are in `which`, along with T times its gradient."""
+    """The sum of u_i w_j sigmoid((h_j - h_i) / T) over those in `which`, along with T times its gradient."""
     scores = Scores(hazards, temperature)
     matrix = scores.matrix(i)
     matrix.keep(which)
@@ -144,7 +143,9 @@ def _sum_of_few(
     down, gradient = matrix.slopes(w), matrix.slopes_to(u)
     if u is not None and w is not None:
         down, gradient = down.mul_(u), gradient.mul_(w)
-    return scores.mark(above.sum() if u is None else u @ above, gradient.index_add_(0, i, down, alpha=-1))
+    value = above.sum() if u is None else u @ above
+    value, gradient = scores.mark(value, gradient.index_add_(0, i, down, alpha=-1))
+    return value, gradient
 
 
 def _sum(order: Tensor, u: Tensor, w: Tensor, temperature: float, hazards: Tensor) -> Means:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from backdrop.distributed import Group, all_gather, not_compiled, resolve
 from backdrop.losses._batches import (
-    Batch,
     SingleClass,
     check_inputs,
     check_number,
@@ -198,7 +197,8 @@ def _precision_of_few(
     up.addcmul_(down, to_hits, value=-1).addcmul_(others.slopes(v), to_wrong, value=-1)
     gradient = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     gradient.index_copy_(0, i, up).index_copy_(0, j, to_others).div_(temperature)
-    return scores.mark(loss, gradient)
+    loss, gradient = scores.mark(loss, gradient)
+    return loss, gradient
 
 
 @not_compiled
@@ -296,13 +296,15 @@ def ndcg_loss(
 def _gains(relevance: Tensor, weights: Tensor | None, gains: Gains) -> tuple[Tensor, list[bool]]:
     """The gains of (lists, n) or (n,), over a constant of each that cancels, and which lists have some."""
     r, tiny = relevance.double(), torch.finfo(torch.float64).tiny
+    right: bool | None = None
+    present: list[bool] = []
+    most: Tensor | float
     if weights is None and r.ndim == 1:
-        low, high = (float(bound) for bound in r.aminmax())
+        low, high = bounds_of(r)
         right, present, most = low >= 0 and high < math.inf, [high > 0], max(high, tiny)
         if gains == "exponential" and high < WHOLE and not relevance.is_floating_point() and right:
             return r.exp2_().sub_(1), present  # to the last digit, as there are no tiny ones
     else:
-        right, present = None, []
         most = r.amax(-1, keepdim=True).clamp(min=tiny)
     # So that nothing overflows; 2^r - 1 = 2^r (1 - 2^-r).
     gain = (r - most).exp2_().mul_((-math.log(2) * r).expm1_()).neg_() if gains == "exponential" else r / most
