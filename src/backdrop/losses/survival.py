@@ -14,7 +14,6 @@ events in order: from its entry to its own time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
