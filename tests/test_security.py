@@ -2,7 +2,6 @@
 
 import dataclasses
 import faulthandler
-import json
 import multiprocessing
 import os
 import re
@@ -192,18 +191,6 @@ def test_a_study_in_a_json_file_runs_nothing(tmp_path, monkeypatch, task):
             run("report", "study.json", "--format", format_, "--out", tmp_path / "out")
     assert not mark.exists()
     assert "evil" not in sys.modules
-
-
-def test_a_study_without_optuna_runs_nothing(tmp_path):
-    task, mark = evil(tmp_path)
-    spec, _ = of_strangers(tmp_path / "made/journal.log", task)
-    home = tmp_path / "runs/plain"
-    home.mkdir(parents=True)
-    (home / "study.json").write_text(json.dumps(dataclasses.asdict(spec)))
-    assert "0 of 0 trials done" in run("status", "plain")
-    run("status")
-    run("report", "plain", "--format", "csv")
-    assert not mark.exists()
 
 
 @pytest.mark.parametrize(

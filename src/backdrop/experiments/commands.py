@@ -228,8 +228,9 @@ def repair(
 ) -> None:
     """Rebuild a journal of which lines cannot be read, from what is there.
 
-    Results come from the lines that can be read, from the trials' result.json and from the study's log. The old journal
-    is kept beside the new one. Stop all workers first. Nothing of the study is run.
+    Where the beginning of a trial may be among these, all after it is left out. The command that began the study runs
+    what is missing then, and trains no trial again that has a result.json. The old journal is kept beside the new one.
+    Stop all workers first. Nothing of the study is run.
     """
     from backdrop.experiments import runs
 
