@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
-import backdrop.experiments.commands  # noqa: F401
 from backdrop import cli
 from backdrop.experiments import live, runs
 from backdrop.experiments.records import Record

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
-import backdrop.experiments.commands
-import backdrop.placement.command
+import backdrop
 from backdrop import cli
 from backdrop.experiments import cache, fetch, tasks, train
 from backdrop.experiments.study import plan as plan_module
@@ -361,7 +360,6 @@ with drawing.style():
     assert not mpl.rcParams["text.usetex"]
     assert mpl.rcParams["font.size"] < 20
 subprocess.Popen = None  # nothing is started
-import backdrop.experiments.commands
 from backdrop.cli import app
 app(["report", "study.json", "--format", "png"])
 """

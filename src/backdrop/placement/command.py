@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from backdrop._app import app
 from backdrop._core import code
 
-__all__ = ["find_model"]
-
+__all__ = ["COMMANDS", "find_model"]
 
 Named = Annotated[
     str,
@@ -38,7 +36,6 @@ Shape = Annotated[
 ]
 
 
-@app.command()
 def inspect(
     model: Named,
     input_: Shape,
@@ -92,7 +89,6 @@ def inspect(
         console.print(Text(str(path)), soft_wrap=True)
 
 
-@app.command()
 def doctor(
     model: Named,
     input_: Shape,
@@ -223,3 +219,6 @@ def _numbers(option: str, text: str, kind: type[int] | type[float], example: str
         raise ValueError(
             f"{option} has to be numbers with commas between them, such as {example}, but got {text!r}"
         ) from None
+
+
+COMMANDS = (inspect, doctor)

@@ -223,7 +223,7 @@ def _estimate(model: nn.Module, graph: _Planned, part: Part, device: torch.devic
         if part.way.norms:  # all parts are there at once
             without = without * spent.parts + kept * passed.kept
         memory = ends + max(without, kept * (passed.kept + cost.working(known, device, largest, gradients=True)))
-    return _Estimate(plain_time, skip_time, passed.kept, memory, part._estimate(ps, device)[0])
+    return _Estimate(plain_time, skip_time, passed.kept, memory, part.estimate(ps, device)[0])
 
 
 def _summary(names: list[str]) -> str:
