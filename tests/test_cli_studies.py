@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
 from backdrop import cli
-from backdrop.experiments import live, runs
+from backdrop.experiments import cost, live, runs
 from backdrop.experiments.records import Record
 from backdrop.experiments.study import plan as plan_module
 from backdrop.experiments.study.plan import plan
-from backdrop.experiments.train import Cost, Options
+from backdrop.experiments.train import Options
 from tiny_task import FILE, noted
 
 
@@ -81,15 +81,15 @@ def test_how_long_it_takes_is_what_each_trial_costs(monkeypatch):
     """Lengths and batch sizes count, and what is alike is measured once."""
     measured = []
 
-    def cost(task, options):
+    def measure(task, options):
         measured.append(task.settings.batch_size)
-        return Cost(begin=1.0, step=0.5 * task.settings.batch_size, evaluation=2.0, steps=3)
+        return cost.Cost(begin=1.0, step=0.5 * task.settings.batch_size, evaluation=2.0, steps=3)
 
-    monkeypatch.setattr(runs, "cost", cost)
+    monkeypatch.setattr(cost, "measure", measure)
     spec, points = plan(FILE, "quick", ["batch_size=2,4", "epochs=3,5", "evaluations=4"], seeds="2")
     # an evaluation after each epoch for 3 of them, 4 for 5; three steps to a pass
     one = {(size, n): 1 + 3 * n * 0.5 * size + 2 * min(n, 4) for size in (2, 4) for n in (3, 5)}
-    assert runs._seconds(spec.find_task(FILE), points, Options()) == pytest.approx(
+    assert cost.seconds(spec.find_task(FILE), points, Options()) == pytest.approx(
         4 * sum(one.values())
     )  # two p, two seeds
     assert sorted(measured) == [2, 4]

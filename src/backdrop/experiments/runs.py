@@ -13,11 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from backdrop.experiments import live
+from backdrop.experiments import cost, live
 from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.statistics import CHOSEN
-from backdrop.experiments.settings import build
 from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
@@ -36,7 +34,7 @@ from backdrop.experiments.study.study import Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
 from backdrop.experiments.task import Task
 from backdrop.experiments.tasks import reference
-from backdrop.experiments.train import Cost, Options, check_device, cost
+from backdrop.experiments.train import Options, check_device
 
 __all__ = ["How", "join", "mend", "run", "show", "tune"]
 
@@ -246,25 +244,11 @@ def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Opti
     missing, machine = wording.count(len(points), "trial"), f"with {wording.count(workers, 'worker')} on this machine"
     try:
         kind, threads = spec.find_task(task), replace(options, threads=spec.threads)
-        seconds = _seconds(kind, points, threads) / workers
+        seconds = cost.seconds(kind, points, threads) / workers
     except Exception as error:  # whatever it is, the trials that meet it say so
         _say(f"{missing} to run; how long that takes could not be measured: {type(error).__name__}: {error}")
         return
     _say(f"{missing} to run: about {wording.duration(seconds)} {machine}, if nothing else runs on it")
-
-
-def _seconds(kind: type[Task], points: Sequence[Mapping[str, Any]], options: Options) -> float:
-    """Of all trials, one after the other. Masks, learning rates and lengths do not change what a step takes."""
-    measured: dict[str, Cost] = {}
-    total = 0.0
-    for point in points:
-        task = kind(build(kind.Settings, point), data_root=options.data_root)
-        alike = {name: v for name, v in point.items() if name not in (*CHOSEN, *kind.masks, "seed")}
-        key = json.dumps(alike, sort_keys=True, default=str)
-        if key not in measured:
-            measured[key] = cost(task, options)
-        total += measured[key].of(task.settings) / options.devices
-    return total
 
 
 def _counted(study: Readable) -> str:

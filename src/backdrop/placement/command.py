@@ -111,10 +111,11 @@ def doctor(
 
     backdrop doctor my_nets.py:network --input 2,3,2048,2048 --sizes 20,200 --memory 8G
     """
-    from backdrop.graph.look import check_input_shape
-    from backdrop.placement.diagnosis import check_memory, check_page, random_batch
+    from backdrop.graph.untouched import check_input_shape
+    from backdrop.placement.diagnosis import check_page
     from backdrop.placement.diagnosis import doctor as examine
     from backdrop.placement.inspection import device_of
+    from backdrop.placement.rooms import check_memory, random_batch
     from backdrop.skip.statistics import check_statistics
 
     shape = check_input_shape(_numbers("--input", input_, int, "2,3,224,224"))
