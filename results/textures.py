@@ -157,11 +157,18 @@ def gp_half_fine() -> Stage:
     return Stage(points, range(100, 105), "half-choice")
 
 
+def gp_half_arms() -> list[Settings]:
+    return [{**sized(512, arm), **gp_half_best(512, arm)[0]} for arm in (WHOLE, MASKED, *ALONE)]
+
+
 def gp_half_final() -> Stage:
-    arms = [{**sized(512, arm), **gp_half_best(512, arm)[0]} for arm in (WHOLE, MASKED, *ALONE)]
-    shared = [{**arm, "shared": True} for arm in arms if arm["p_large"] == MASKED["p_large"]]
-    authors = [{**arm, **AUTHORS} for arm in (*arms, *shared)]
-    return Stage([*arms, *shared, *authors], range(24), "half")
+    return Stage(gp_half_arms(), range(24), "half")
+
+
+def gp_half_authors() -> Stage:
+    shared = [{**arm, "shared": True} for arm in gp_half_arms() if arm["p_large"]]
+    authors = [{**arm, **AUTHORS} for arm in (*gp_half_arms(), *shared)]
+    return Stage([*shared, *authors], range(24), "half-authors")
 
 
 # Textures on two CPU cores: the quick preset, whose trials take seconds, with more seeds and the same search without
@@ -242,6 +249,7 @@ STAGES = {
     "half-coarse": gp_half_coarse,
     "half-fine": gp_half_fine,
     "half-final": gp_half_final,
+    "half-authors": gp_half_authors,
     "small-coarse": gp_small_coarse,
     "small-mask": gp_small_mask,
     "small-fine": gp_small_fine,
