@@ -29,7 +29,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -37,8 +36,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from backdrop import Skip
@@ -52,37 +49,36 @@ BIAS = (0, 1, 2)
 MASKED = ("uniform", "informed", "budget")
 SAMPLED = ("small", "medium", "balanced", "subsample", "crops")
 DRAWS = 300  # of batches, for the mean of their gradients
-T95 = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179), 1))
 
 
 # Ways.
 
 
 class Turns:
-    """So many of these places at a time, each once before any comes again."""
+    """So many of these places at a time, each once before any comes again, or else chosen anew each time."""
 
-    def __init__(self, places, generator):
-        self.places, self.generator, self.at = places, generator, len(places)
+    def __init__(self, places, generator, anew=False):
+        self.places, self.generator, self.anew, self.at = places, generator, anew, len(places)
 
     def take(self, count):
         if count >= len(self.places):
             return self.places
-        if self.at + count > len(self.places):
+        if self.anew or self.at + count > len(self.places):
             self.places, self.at = self.places[torch.randperm(len(self.places), generator=self.generator)], 0
         self.at += count
         return self.places[self.at - count : self.at]
 
 
-def sampler(task, way, generator):
+def sampler(task, way, generator, anew=False):
     """A function that says which training samples the next step takes; None for all."""
     count = len(task.training[0])
     if way in ("small", "medium", "budget"):
         size = {"small": task.sizes[0], "medium": task.sizes[1], "budget": count // 4}[way]
-        turns = Turns(torch.arange(count), generator)
+        turns = Turns(torch.arange(count), generator, anew)
         return lambda: turns.take(size)
     if way in ("balanced", "subsample"):
         strata = task.strata()
-        groups = [Turns((strata == i).nonzero().flatten(), generator) for i in strata.unique()]
+        groups = [Turns((strata == i).nonzero().flatten(), generator, anew) for i in strata.unique()]
         rare = min(len(group.places) for group in groups)
         each = rare if way == "subsample" else max(1, task.sizes[0] // len(groups))
         return lambda: torch.cat([group.take(each) for group in groups])
@@ -200,7 +196,7 @@ def biases(task, rate, seed, scale):
             if way not in task.ways:
                 continue
             generator = generator_of(seed, 8)
-            draw, total, squares = sampler(task, way, generator), torch.zeros_like(whole), 0.0
+            draw, total, squares = sampler(task, way, generator, anew=True), torch.zeros_like(whole), 0.0
             begin, draws = time.perf_counter(), 0
             while draws < DRAWS and (draws < 20 or time.perf_counter() - begin < 0.5 * task.seconds * scale):
                 one = gradient(task, model, *batch(task, way, draw, generator)).double()
@@ -336,8 +332,9 @@ def start(chosen, core, rows, arguments):
 def work(arguments, figures):
     """Keeps the workers busy until all is done or time is over."""
     rows, begin, busy, failed = figures["rows"], time.time(), {}, []
-    cores = sorted(os.sched_getaffinity(0))[: arguments.workers]
-    console = Console(stderr=True, width=160)
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = arguments.threads == 1 and len(cores) <= arguments.workers  # of many cores the system knows the free ones
+    cores = cores[: arguments.workers]
     while True:
         left = 60 * arguments.minutes - (time.time() - begin)
         ready, _ = units(rows, arguments.task, arguments.seeds)
@@ -346,7 +343,7 @@ def work(arguments, figures):
         for core in cores:
             if core not in busy and ready:
                 chosen = ready.pop(0)
-                busy[core] = chosen, start(chosen, core if arguments.threads == 1 else None, rows, arguments)
+                busy[core] = chosen, start(chosen, core if pinned else None, rows, arguments)
         if not busy:
             return failed
         time.sleep(0.2)
@@ -357,12 +354,12 @@ def work(arguments, figures):
             said = process.stdout.read()
             if process.returncode:
                 failed.append(chosen)
-                console.print(f"failed: {chosen}", style="red")
+                print(f"failed: {chosen}", file=sys.stderr)
                 continue
             rows.append({**json.loads(said.splitlines()[-1]), "workers": len(cores)})
             if arguments.json:
                 save(arguments.json, figures)
-            console.print(f"{time.time() - begin:5.0f} s  {chosen}  took {rows[-1]['took']} s", highlight=False)
+            print(f"{time.time() - begin:5.0f} s  {chosen}  took {rows[-1]['took']} s", file=sys.stderr, flush=True)
 
 
 def save(path, figures):
@@ -370,76 +367,6 @@ def save(path, figures):
     part = path.with_suffix(".part")
     part.write_text(f'{{"rows": [\n{lines}\n]}}\n')
     part.replace(path)
-
-
-# What came of it.
-
-
-def interval(values):
-    """The mean, and half of a 95% interval by Student's t."""
-    if len(values) < 2:
-        return values[0], math.nan
-    return statistics.fmean(values), T95[min(len(values) - 1, 12)] * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def compared(rows, name):
-    """For each way: quality at the end and how it differs from "whole", and when it reaches what "whole" ends with."""
-    runs = sorted((row for row in rows if (row["task"], row["kind"]) == (name, "train")), key=lambda row: row["seed"])
-    if not runs:
-        return []
-    ends = {way: [best_of(row["ways"][way])[1] for row in runs] for way in TASKS[name].ways}
-    goal, full = statistics.fmean(ends["whole"]), TASKS[name].seconds * runs[0]["scale"]
-    found = []
-    for way in TASKS[name].ways:
-        one, apart = [row["ways"][way] for row in runs], [a - b for a, b in zip(ends["whole"], ends[way], strict=True)]
-        means = [statistics.fmean(best_of(x, s)[1] for x in one) for s in _seconds(one)]
-        reached = next((s for s, value in zip(_seconds(one), means, strict=True) if value <= goal), math.inf)
-        found.append(
-            {
-                "way": way,
-                "rate": one[0]["rate"],
-                "at an end": one[0]["rate"] in (RATES[0], RATES[-1]),
-                "steps": round(statistics.median(x["steps"] for x in one)),
-                "end": interval(ends[way]),
-                "better": interval(apart),
-                "reached": reached / full,  # of the time of "whole"
-                "seeds": len(runs),
-            }
-        )
-    return found
-
-
-def _seconds(curves):
-    """Up to when each point of the curves is known in all of them."""
-    return [max(times) for times in zip(*(curve["seconds"] for curve in curves), strict=True)]
-
-
-def told(pair):
-    return f"{pair[0]:.2f} ± {pair[1]:.2f}"
-
-
-def show(rows):
-    console = Console(width=140)
-    for name, task in TASKS.items():
-        found = compared(rows, name)
-        if not found:
-            continue
-        seeds, scale = found[0]["seeds"], next(row["scale"] for row in rows if row["task"] == name)
-        table = Table(title=f"{task.name}: {task.said}, {task.seconds * scale:.0f} s, {seeds} seeds")
-        for heading in ("way", "rate", "steps", "test", "less than whole", "time to reach whole's end"):
-            table.add_column(heading, justify="left" if heading == "way" else "right")
-        for one in found:
-            rate = f"{one['rate']:g}{' (an end)' if one['at an end'] else ''}"
-            reached = "never" if one["reached"] == math.inf else f"{one['reached']:.0%}"
-            table.add_row(one["way"], rate, str(one["steps"]), told(one["end"]), told(one["better"]), reached)
-        console.print(table)
-        for way in SAMPLED:
-            points = [x for row in rows if (row["task"], row["kind"]) == (name, "bias") for x in row["rows"]]
-            points = [x for x in points if x["way"] == way]
-            if points:
-                found = [[x[key] for x in points if x[key] is not None] for key in ("bias", "cosine", "noise")]
-                bias, cosine, noise = (statistics.median(values or [math.nan]) for values in found)
-                console.print(f"  {way}: bias {bias:.2f} of the gradient, cosine {cosine:.3f}, noise {noise:.1f}")
 
 
 def main():
@@ -470,7 +397,9 @@ def main():
         if others:
             sys.exit(f"{kept} holds figures of {sorted(others)}: give another file for {machine()}, {arguments.scale}")
         failed = work(arguments, figures)
-    show(figures["rows"])
+    import quality_pages  # which imports this file
+
+    quality_pages.show(figures["rows"])
     left, later = units(figures["rows"], arguments.task, arguments.seeds)
     print(f"{len(figures['rows'])} units done, {len(left) + later} left, {len(failed)} failed")
     return 1 if failed else None
