@@ -197,8 +197,8 @@ def biases(task, rate, seed, scale):
                 continue
             generator = generator_of(seed, 8)
             draw, total, squares = sampler(task, way, generator, anew=True), torch.zeros_like(whole), 0.0
-            begin, draws = time.perf_counter(), 0
-            while draws < DRAWS and (draws < 20 or time.perf_counter() - begin < 0.5 * task.seconds * scale):
+            begin, draws = time.process_time(), 0
+            while draws < DRAWS and (draws < 20 or time.process_time() - begin < 0.5 * task.seconds * scale):
                 one = gradient(task, model, *batch(task, way, draw, generator)).double()
                 total, squares, draws = total + one, squares + one.square().sum().item(), draws + 1
             mean = total / draws
