@@ -2,11 +2,15 @@
 
 Let g_u be the gradient that arrives at unit u. A unit is kept with probability
 
-    pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N,    tau so that the pi_u add up to k,
+    pi_u = b + (1 - b) min(1, |g_u| / tau),    b = floor k / N,    tau so that the pi_u add up to k,
 
 and weighs 1 / pi_u, so that the expected gradient is the plain one whatever the g_u are. The variance is least where
 pi_u is proportional to what the unit adds to the gradient of the parameters, of which |g_u| is the part that is known
-before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says.
+before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says, and
+leaves those alone that are sure to be kept.
+
+Where a unit's gradient is one number, as of scores, exact masks keep their share of both signs: what units have in
+common then cancels as it does in the whole gradient. So such sizes come with their sign.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def weigh_norms(
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
     if exact:
-        order = _orders(total, size, norms, generator)[own]
+        order = _by_sign(_orders(total, size, norms, generator)[own], norms)
         kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
         u = _random(total, size + 1, norms, generator)[own]
@@ -80,6 +84,14 @@ def _orders(groups: int, size: int, like: Tensor, generator: torch.Generator | N
     return _random(groups, size, like, generator).argsort(1)
 
 
+def _by_sign(order: Tensor, norms: Tensor) -> Tensor:
+    """Units with a negative gradient first, and otherwise in this order."""
+    positive = norms.gather(1, order) > 0
+    if _is_readable(norms) and bool(positive.all()):
+        return order
+    return order.gather(1, positive.to(torch.uint8).argsort(dim=1, stable=True))
+
+
 def _is_readable(x: Tensor) -> bool:
     """Whether looking at values costs nothing and may decide what is done."""
     plain = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -89,19 +101,22 @@ def _is_readable(x: Tensor) -> bool:
 def unit_norms(*given: tuple[Tensor, Lattice]) -> Tensor:
     """|g_u| over all tensors up to one common factor, (groups, units), in float64 where there is one.
 
-    Infinite and NaN gradients stay what they are.
+    Infinite and NaN gradients stay what they are. With its sign where g_u is one number, of a sample of its own.
     """
     return together([_norms_of(grad.detach(), lattice) for grad, lattice in given])
 
 
 def together(norms: Sequence[Tensor]) -> Tensor:
     """Of units whose gradients come in several parts."""
+    if len(norms) == 1:
+        return norms[0]
     stacked = torch.stack(list(norms))
     return _norm(stacked, [0], stacked.dtype).squeeze(0)
 
 
 def effective_number(norms: Tensor) -> float:
     """(sum |g|)^2 / sum |g|^2: as many equal gradients would be as much. NaN where they are not finite."""
+    norms = norms.abs()
     largest = norms.amax() if norms.numel() else norms.new_zeros(())
     shares = norms / torch.where(largest > 0, largest, 1.0)  # whose squares stay in range
     return float(shares.sum().square() / shares.square().sum().clamp(min=1.0)) if norms.numel() else 0.0
@@ -111,6 +126,8 @@ def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
     wide = torch.float32 if grad.device.type == "mps" else torch.float64
     if not torch.compiler.is_compiling() and grad.layout != torch.strided:
         grad = grad.to_dense()
+    if 0 in lattice.axes and grad.shape == lattice.shape and not grad.is_complex():
+        return grad.to(wide).reshape(lattice.groups, lattice.size)
     others = [axis for axis in range(grad.ndim) if axis not in lattice.axes]
     if grad.is_complex():
         others, grad = [*others, grad.ndim], torch.view_as_real(grad.resolve_conj())
@@ -181,9 +198,19 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
 
     Where gradients are infinite or NaN, those units come first and all others are alike; where all are zero, all are.
     """
+    size, norms = norms.shape[1], norms.abs()
+    base = floor * number / size
+    if floor == 1:
+        return torch.zeros_like(norms) + base
+    number = number * (1 - floor) / (1 - base)
+    pi = _by_rounds(norms, number) if _is_readable(norms) and not isinstance(number, Tensor) else None
+    pi = _by_sorting(norms, number) if pi is None else pi
+    return pi + base * (1 - pi) if floor else pi  # which leaves one one
+
+
+def _by_sorting(norms: Tensor, number: Any) -> Tensor:
+    """min(1, norms / tau), with the tau for which they add up to the number."""
     size = norms.shape[1]
-    if _is_readable(norms) and not isinstance(number, Tensor) and (pi := _by_rounds(norms, number)) is not None:
-        return pi.mul_(1 - floor).add_(floor * number / size) if floor else pi
     finite = norms.isfinite()
     norms = torch.where(finite.all(1, keepdim=True), norms, (~finite).to(norms.dtype))
     largest = norms.amax(1, keepdim=True)
@@ -197,12 +224,11 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     left = number - count.to(norms.dtype)
     share = torch.where(rest > 0, ordered * left / torch.where(rest > 0, rest, 1.0), left / (size - count).clamp(min=1))
     pi = torch.where(sure, 1.0, share.clamp(0, 1))
-    pi = torch.zeros_like(pi).scatter(1, index, pi)
-    return (1 - floor) * pi + floor * number / size if floor else pi
+    return torch.zeros_like(pi).scatter(1, index, pi)
 
 
 def _by_rounds(norms: Tensor, number: float) -> Tensor | None:
-    """The same without a floor, by taking out those that are sure again and again; None where that takes long.
+    """The same by taking out those that are sure again and again; None where that takes long.
 
     Also where sums leave their range, and where nothing is left to share.
     """
