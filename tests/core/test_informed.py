@@ -144,7 +144,7 @@ def test_the_fast_way_to_sizes(dtype, shape, others):
     torch.manual_seed(0)
     grad = torch.randn(shape).to(dtype)
     plain = torch.linalg.vector_norm(grad.double(), dim=others, keepdim=True)
-    torch.testing.assert_close(informed._norms_by_parts(grad, others).double(), plain, rtol=1e-5, atol=0)
+    torch.testing.assert_close(informed._norms_of_columns(grad, others).double(), plain, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("power", [0, 1, 4, 20])
@@ -164,14 +164,35 @@ def test_the_fast_way_to_probabilities(power, monkeypatch):
     assert any(found)
 
 
-@pytest.mark.parametrize("size", [3, informed.LARGE])
-def test_orders_are_permutations(size):
+def test_orders_are_permutations():
     """Every unit is first in 1 of so many; by Hoeffding off by so much less than once in 1e9."""
     torch.manual_seed(0)
-    orders = informed._orders(4000, size, torch.empty(0, dtype=torch.float64), None)
-    assert (orders.sort(1).values == torch.arange(size)).all()
-    firsts = torch.bincount(orders[:, 0], minlength=size) / 4000
-    assert ((firsts - 1 / size).abs() <= math.sqrt(math.log(2e9 * size) / 8000)).all()
+    orders = torch.cat([informed._order(7, torch.empty(0), None) for _ in range(4000)])
+    assert (orders.sort(1).values == torch.arange(7)).all()
+    firsts = torch.bincount(orders[:, 0], minlength=7) / 4000
+    assert ((firsts - 1 / 7).abs() <= math.sqrt(math.log(2e9 * 7) / 8000)).all()
+
+
+def test_groups_with_one_order_are_independent():
+    """The mean product of weights of two groups is 1, by Bernstein's inequality, as for one group."""
+    torch.manual_seed(0)
+    norms, draws = torch.rand(2, 5, dtype=torch.float64), 20_000
+    weights = torch.stack([informed.weigh_norms(norms, 0.6, True, "count", 0.1, None) for _ in range(draws)])
+    first, second = informed.inclusion_probabilities(norms, 2, 0.1)
+    for u, v in itertools.product(range(5), repeat=2):
+        chance = float(first[u] * second[v])
+        allowed = SIGMAS * math.sqrt((1 / chance - 1) / draws) + SIGMAS**2 / (3 * draws * chance)
+        assert abs((weights[:, 0, u] * weights[:, 1, v]).mean().item() - 1) <= allowed
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-30])
+def test_sizes_beside_units_without_a_gradient(dead):
+    """In single precision too, which cannot square what is nothing beside the others."""
+    grad = torch.full((6, 3, 5), 2.0)
+    grad[::2] = dead
+    found = informed.unit_norms((grad, make_lattice(grad.shape, (0, 2), 1)))
+    expected = torch.linalg.vector_norm(grad.double(), dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 CASES = [

@@ -15,6 +15,7 @@ common then cancels as it does in the whole gradient. So such sizes come with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,7 @@ from torch import Tensor
 from backdrop._core.checks import Probability, Scale, check_devices
 from backdrop._core.draw import Lattice, is_zero
 
-LARGE = 64  # units, from which on permutations are drawn one by one
-PART = 2**18  # numbers whose squares are added up at a time, so that they stay in the cache
+PART = 2**19  # numbers whose squares are added up at a time
 ROUNDS = 6  # of the fast way to inclusion probabilities, before the one that sorts
 
 
@@ -62,7 +62,8 @@ def weigh_norms(
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
     if exact:
-        order = _by_sign(_orders(total, size, norms, generator)[own], norms)
+        # One order serves all groups: chances in each come from its own offset, whatever the order.
+        order = _by_sign(_order(size, norms, generator).expand(groups, -1), norms)
         kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
         u = _random(total, size + 1, norms, generator)[own]
@@ -77,18 +78,18 @@ def _random(groups: int, size: int, like: Tensor, generator: torch.Generator | N
     return torch.rand(groups, size, generator=generator, device=like.device, dtype=like.dtype)
 
 
-def _orders(groups: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A random order of the units of each group. On a CPU sorting would take longer than all else."""
-    if _is_readable(like) and size >= LARGE:
-        return torch.stack([torch.randperm(size, generator=generator) for _ in range(groups)])
-    return _random(groups, size, like, generator).argsort(1)
+def _order(size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A random order of units, (1, units). On a CPU sorting would take longer than all else."""
+    if _is_readable(like):
+        return torch.randperm(size, generator=generator)[None]
+    return _random(1, size, like, generator).argsort(1)
 
 
 def _by_sign(order: Tensor, norms: Tensor) -> Tensor:
     """Units with a negative gradient first, and otherwise in this order."""
-    positive = norms.gather(1, order) > 0
-    if _is_readable(norms) and bool(positive.all()):
+    if _is_readable(norms) and not bool((norms < 0).any()):
         return order
+    positive = norms.gather(1, order) > 0
     return order.gather(1, positive.to(torch.uint8).argsort(dim=1, stable=True))
 
 
@@ -142,41 +143,34 @@ def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
 def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
     """Over these axes, which stay with size 1.
 
-    On a CPU in the dtype of the gradient, which is faster, as long as no square leaves its range.
+    On a CPU in float32 where the gradient has no more, which is faster, if squares stay in its range: all but those of
+    numbers that are nothing beside the largest.
     """
     if not others:
         return grad.abs().to(wide)
-    if not _is_readable(grad) or grad.dtype == torch.float64:
+    if not _is_readable(grad) or grad.dtype == torch.float64 or not grad.numel():
         return _norm(grad, others, wide)
-    inner = grad.ndim - 1 not in others and grad.is_contiguous() and grad.numel() > 0
-    norms = _norms_by_parts(grad, others) if inner else _norm(grad, others, torch.float32)
-    low, high = map(float, norms.aminmax()) if norms.numel() else (1.0, 1.0)
-    if low > 1e-15 and high < 1e15:
-        return norms.to(wide)
-    return _norm(grad, others, wide)
+    between = others == list(range(others[0], others[-1] + 1)) and others[-1] < grad.ndim - 1
+    quick = between and grad.is_contiguous()
+    norms = _norms_of_columns(grad, others) if quick else _norm(grad, others, torch.float32)
+    return norms.to(wide) if 1e-12 < float(norms.amax()) < 1e15 else _norm(grad, others, wide)
 
 
-def _norms_by_parts(grad: Tensor, others: list[int]) -> Tensor:
-    """In float32, over axes of which none is the last: torch's own norm goes through memory in leaps there.
+def _norms_of_columns(grad: Tensor, others: list[int]) -> Tensor:
+    """In float32, over axes beside each other that are not the last: torch's own norm goes through memory in leaps there.
 
-    A part at a time, whose squares stay in the cache and in one place: memory that is new each time costs more.
+    As a product with ones, which is as fast as a sum; part by part, so that squares take little memory.
     """
-    total = grad.new_empty([1 if axis in others else n for axis, n in enumerate(grad.shape)], dtype=torch.float32)
-    within, free = [axis - 1 for axis in others if axis], next(a for a in range(1, grad.ndim) if a not in others)
-    rows = max(1, grad.shape[free] * PART * len(grad) // grad.numel())
-    squares = grad.new_empty(0, dtype=torch.float32)
-    for i, one in enumerate(grad.unbind()):
-        place = total[0 if 0 in others else i]
-        for part, sums in zip(*(torch.split(x, rows, free - 1) for x in (one, place)), strict=True):
-            part = part.float()
+    first, last = others[0], others[-1] + 1
+    outer, along, inner = (math.prod(part) for part in (grad.shape[:first], grad.shape[first:last], grad.shape[last:]))
+    matrices, total = grad.view(outer, along, inner), grad.new_zeros(outer, 1, inner, dtype=torch.float32)
+    rows, squares = max(1, PART // inner), grad.new_empty(0, dtype=torch.float32)
+    for some, sums in zip(*(x.split(max(1, rows // along)) for x in (matrices, total)), strict=True):
+        for part in some.split(rows, 1):
+            part = part.float()  # in one place: memory that is new each time takes longer than all else
             torch.mul(part, part, out=squares.resize_(part.shape))
-            if not within:
-                sums.copy_(squares) if i == 0 or 0 not in others else sums.add_(squares)
-            elif 0 in others and i:
-                sums.add_(squares.sum(within, keepdim=True))
-            else:
-                torch.sum(squares, within, keepdim=True, out=sums)
-    return total.sqrt_()
+            sums.baddbmm_(squares.new_ones(len(squares), 1, squares.shape[1]), squares)
+    return total.sqrt_().view([1 if axis in others else n for axis, n in enumerate(grad.shape)])
 
 
 def _norm_of_neighbours(x: Tensor, axis: int, patch: int) -> Tensor:
@@ -254,13 +248,17 @@ def _systematic(pi: Tensor, number: Any, order: Tensor, offset: Tensor) -> Tenso
 
     Units that are sure to be kept are not on the line, and the last one with a part has all that rounding left.
     """
-    sure = pi >= 1
-    number = number - sure.sum(1, keepdim=True).to(pi.dtype)
-    ends = pi.masked_fill(sure, 0.0).gather(1, order).cumsum(1)
-    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp(max=number)
-    points = (ends - offset).ceil().clamp(min=0)
-    before = torch.cat([torch.zeros_like(points[:, :1]), points[:, :-1]], 1)
-    return torch.zeros_like(sure).scatter(1, order, points > before) | sure
+    sure, line = pi >= 1, pi
+    any_sure = not _is_readable(pi) or bool(sure.any())
+    if any_sure:
+        number = number - sure.sum(1, keepdim=True).to(pi.dtype)
+        line = pi.masked_fill(sure, 0.0)
+    ends = line.gather(1, order).cumsum(1)
+    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp_(max=number)
+    points = ends.sub_(offset).ceil_().clamp_(min=0)
+    before = torch.nn.functional.pad(points[:, :-1], (1, 0))
+    kept = torch.zeros_like(sure).scatter(1, order, points > before)
+    return kept | sure if any_sure else kept
 
 
 def _independent(pi: Tensor, u: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
