@@ -163,20 +163,22 @@ def contrastive(root, size=256, width=8):
 
 
 class Pooled(nn.Module):
-    """Textures through a small network; above the mask attention over positions, or their mean."""
+    """Textures through a small network; above the mask gated attention over positions (Ilse et al., 2018), or their mean."""
 
     def __init__(self, attention, width=16):
         super().__init__()
         below = [nn.Conv2d(1, width, 7, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(width, 32, 5), nn.ReLU()]
         self.below = nn.Sequential(*below, nn.MaxPool2d(2), nn.Conv2d(32, 32, 3), nn.ReLU())
-        self.attention = nn.Linear(32, 1) if attention else None
+        self.seen, self.gate, self.attention = nn.Linear(32, 16), nn.Linear(32, 16), nn.Linear(16, 1)
+        self.pool = "attention" if attention else "mean"
         self.last = nn.Linear(32, 25)
 
     def above(self, features):
         tokens = features.flatten(2).transpose(1, 2)
-        if self.attention is None:
+        if self.pool == "mean":
             return self.last(tokens.mean(1))
-        return self.last((tokens * self.attention(tokens).softmax(1)).sum(1))
+        scores = self.attention(self.seen(tokens).tanh() * self.gate(tokens).sigmoid())
+        return self.last((tokens * scores.softmax(1)).sum(1))
 
     def forward(self, x):
         return self.above(self.below(x))
@@ -190,7 +192,7 @@ def textures(root, attention, size=16):
     images, model = (images - images.mean()) / images.std(), Pooled(attention)
     generator, optimizer = torch.Generator().manual_seed(0), torch.optim.AdamW(model.parameters(), 2e-3)
     done = 0
-    for stage in (0, 300):
+    for stage in (0, 300, 1500) if attention else (0, 300):
         for _ in track(range(done, stage), "textures", transient=True):
             chosen = torch.randperm(len(images), generator=generator)[:size]
             optimizer.zero_grad()

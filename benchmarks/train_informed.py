@@ -10,10 +10,10 @@ UIUC textures in 50x66 pixels with attention pooling above a mask of positions. 
 Work is counted in forward passes, as `Skip` needs them: 1 + 2a for a share a of the samples, 1 + 3a for chosen ones, 3
 without a mask; 1 + 3a for positions, chosen or not, as if their windows did not overlap. So informed masks on samples
 have a few steps less than uniform ones, and training without a mask has about a third of the steps. For every way the
-learning rate is chosen by the median on validation images over the seeds (not the mean: of distances between classes one
-held-out image may be all of it), a factor of three apart, until the best one has a neighbour on both sides. Every seed has a training set, an order and an initial network of its own, the same for all
-ways. Intervals are 95% over the seeds; those of differences are of pairs with the same seed. A file that is there
-already is gone on with.
+learning rate is chosen by the median on validation images over the seeds (not the mean: of distances between classes
+one held-out image may be all of it), a factor of three apart, until the best one has a neighbour on both sides. Every
+seed has a training set, an order and an initial network of its own, the same for all ways. Intervals are 95% over the
+seeds; those of differences are of pairs with the same seed. A file that is there already is gone on with.
 """
 
 import itertools
@@ -96,7 +96,7 @@ class Case:
 class CatsAndDogs(Case):
     """A perceptron and the rank statistic, with so many dogs for each cat."""
 
-    data, held, said = "cats-dogs", (500, 100), "1 - AUC, %"
+    data, held, said, batch = "cats-dogs", (500, 100), "1 - AUC, %", BATCH
 
     def __init__(self, root, seed):
         super().__init__(root, seed)
@@ -104,7 +104,7 @@ class CatsAndDogs(Case):
         cats = int((y == 0).sum())
         chosen, _ = pick(y, (cats, round(self.dogs * cats)), self.generator)
         self.training = x[chosen], y[chosen]
-        self.positives = round(BATCH * self.dogs / (1 + self.dogs))
+        self.positives = round(self.batch * self.dogs / (1 + self.dogs))
 
     def network(self, way):
         layers = [nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)]
@@ -112,7 +112,7 @@ class CatsAndDogs(Case):
 
     def loss(self, model):
         x, y = self.training
-        batch, _ = pick(y, (BATCH - self.positives, self.positives), self.generator)
+        batch, _ = pick(y, (self.batch - self.positives, self.positives), self.generator)
         return rank_statistic_loss(model(x[batch]).flatten(), y[batch], temperature=1.0)
 
     def measure(self, model, x, y):
