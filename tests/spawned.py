@@ -70,7 +70,6 @@ def _command(args, output, env, limit):
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python has it from the start; the server may not
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    import backdrop.experiments.commands  # noqa: F401
     from backdrop.cli import app
 
     sys.argv = ["backdrop", *args]

@@ -90,8 +90,6 @@ def check_backdrop(arguments):
     """Whether the command takes these arguments; it is not run."""
     import typer
 
-    import backdrop.experiments.commands
-    import backdrop.placement.command  # noqa: F401
     from backdrop import cli
 
     command = typer.main.get_command(cli.app)

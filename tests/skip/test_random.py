@@ -107,7 +107,7 @@ def test_random_models_take_the_steps_of_the_plain_ones():
     seen = Counter()
 
     @seed(NUMBER)
-    @settings(SETTINGS, max_examples=FRESH or 60, derandomize=not FRESH)
+    @settings(SETTINGS, max_examples=FRESH or 30, derandomize=not FRESH)
     @given(examples())
     def run(example):
         wrong, report = compare(example, plain_steps(example))

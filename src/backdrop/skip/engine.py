@@ -667,10 +667,10 @@ class Part(nn.Module):
         device = next(value.device for value in values if isinstance(value, Tensor))
         key = (ps, device, [layer.choose for layer in self.layers])
         if self.decided is None or self.decided[0] != key:
-            self.decided = (key, *self._estimate(ps, device))
+            self.decided = (key, *self.estimate(ps, device))
         return self.decided[1], self.decided[2]
 
-    def _estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:
+    def estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:
         when, known = self.settings.when, self.cost
         if isinstance(self.way, Samples):
             spent = self.way.spent(known, device)
