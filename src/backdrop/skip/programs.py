@@ -115,7 +115,8 @@ class Program:
 
     def __call__(self, entries: Sequence[Any], rows: int = 0, seen: Mapping[fx.Node, Moments] | None = None) -> Any:
         """The exits' values; with `keep_statistics` also what was seen, by node."""
-        self.code = self.code or self._made()
+        if self.code is None:
+            self.code = self._made()
         if seen is not None:
             outputs, _ = self.code(*entries, rows, [seen[node] for node in self.kept])
             return outputs
