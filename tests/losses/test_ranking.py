@@ -80,7 +80,7 @@ def plain_partial_auc(s, y, w, temperature, share=0.3):
 
 def times_of(s):
     """Times and events that go with these scores: with ties in time, and censored samples among them."""
-    numbers = torch.arange(1, len(s) + 1)  # without a generator, which torch 2.6 cannot compile
+    numbers = torch.arange(1, len(s) + 1, device=s.device)  # without a generator, which torch 2.6 cannot compile
     return (numbers * 7919 % 104729 % max(2, len(s) // 3)).double(), numbers * 31 % 101 < 60
 
 

@@ -75,7 +75,7 @@ class Cost(NamedTuple):
 
 def _rates(device: torch.device) -> Rates:
     usual = CPU if device.type == "cpu" else GPU
-    there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
     if torch.are_deterministic_algorithms_enabled() or not there:
         return usual
     return _measured(device.type, device.index, usual)

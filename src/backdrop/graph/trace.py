@@ -43,6 +43,19 @@ OUT_OF_PLACE: dict[Any, Any] = {
     operator.ixor: operator.xor,
     operator.imatmul: operator.matmul,
 }
+
+
+def set_cells(x: Tensor, index: Any, value: Any) -> Tensor:
+    """`x[index] = value`, out of place."""
+    return write_cells(x.clone(), index, value)
+
+
+def write_cells(x: Tensor, index: Any, value: Any) -> Tensor:
+    x[index] = value
+    return x
+
+
+OUT_OF_PLACE[operator.setitem] = set_cells
 WITHOUT_GRADIENT = "it runs without gradients"
 SHARED = "it writes over a value that is used elsewhere too"
 
@@ -288,6 +301,7 @@ class _Pass:
                     self.meter.cost = self.meter.cost._replace(numbers=NORM * self.meter.cost.numbers)
             elif node.op == "call_function":
                 value = target(*args, **kwargs)
+                value = args[0] if target is operator.setitem else value
             elif node.op == "call_method":
                 value = getattr(args[0], target)(*args[1:], **kwargs)
             else:
@@ -424,7 +438,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         copy = graph.node_copy(node, argument)
         if node in pure:
             op, target, args, kwargs = pure[node]
-            traced.in_place[copy] = (copy.op, copy.target, copy.args, copy.kwargs)
+            called: Any = write_cells if copy.target is operator.setitem else copy.target  # which returns what it wrote
+            traced.in_place[copy] = (copy.op, called, copy.args, copy.kwargs)
             new = fx.map_arg((args, kwargs), argument)
             copy.op, copy.target, copy.args, copy.kwargs = op, target, *new
         _without_source(copy, passed.values.get(node))
@@ -437,7 +452,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.draws.add(copy)
         # What is made of a source counts too, with or without weights: there is no tensor that could be computed from.
         made = node in passed.unread and node.op != "placeholder"
-        if made or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
+        put = copy.target is set_cells and any(source in traced.differentiable for source in copy.all_input_nodes)
+        if made or put or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
             traced.differentiable.add(copy)
         if node in passed.unread and node.op == "placeholder":
             traced.unread.add(copy)

@@ -37,6 +37,7 @@ from backdrop._core.product import multiply
 from backdrop._shared import Draw
 from backdrop._source import Source
 from backdrop.graph import cost
+from backdrop.graph.rules import is_tame
 from backdrop.graph.table import Statistics, Tap, Where
 from backdrop.graph.trace import input_of, name_of
 from backdrop.graph.unread import Unread
@@ -51,6 +52,7 @@ from backdrop.skip.segments import Demand, Segment, statistics_of_all
 from backdrop.skip.sources import Snapshot, read_windows, snapshot, source_of
 from backdrop.skip.windows import Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
 
+HARMLESS = 0.5  # where all that has poles is finite
 CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
 
 
@@ -206,7 +208,8 @@ class Positions:
         """What values are to hold outside the map.
 
         The padding, where all that read a value slide over the same cells and pad alike, so that it is done once. And
-        zero behind a call that pads with infinity: such cells may hold anything, but zero times it has to be zero.
+        something finite on both sides of a call that could make infinities of what lies there, and behind one that
+        pads with infinity: such cells may hold anything, but zero times it, or its slope, has to be zero.
         """
         segment, fills = self.segment, dict[fx.Node, float]()
         for value in (*segment.entries, *segment.steps):
@@ -216,8 +219,11 @@ class Positions:
             readers = [(node, step.inputs[value]) for node, step in segment.steps.items() if value in step.inputs]
             wanted = {tap.fill if segment.steps[node].couples != "pool" else None for node, tap in readers}
             fill = wanted.pop() if len(wanted) == 1 else None
+            wild = any(not is_tame(node) for node in (value, *(node for node, _ in readers)) if node in segment.steps)
             if isinstance(fill, (int, float)) and all(segment.need(node, value) == demand for node, _ in readers):
                 fills[value] = float(fill)
+            elif wild and segment.traced.is_tensor(value) and segment.traced.values[value].is_floating_point():
+                fills[value] = HARMLESS
             elif value in segment.steps and any(
                 isinstance(tap.fill, float) and math.isinf(tap.fill) for tap in segment.steps[value].inputs.values()
             ):
