@@ -163,7 +163,7 @@ def contrastive(root, size=256, width=8):
 
 
 class Pooled(nn.Module):
-    """Textures through a small network; above the mask gated attention over positions (Ilse et al., 2018), or their mean."""
+    """Textures through a small network; above the mask gated attention (Ilse et al., 2018) over positions, or means."""
 
     def __init__(self, attention, width=16):
         super().__init__()

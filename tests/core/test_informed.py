@@ -101,7 +101,14 @@ def dims_of(dims):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(
     ("shape", "dims", "patch"),
-    [((5, 3), 0, 1), ((2, 3, 7), (0, 2), 3), ((2, 3, 5, 4), (2, 3), (2, 3)), ((4,), 0, 1), ((3, 2, 6), (-1, 0), 4), ((3, 1, 6), (0, 2), 1)],
+    [
+        ((5, 3), 0, 1),
+        ((2, 3, 7), (0, 2), 3),
+        ((2, 3, 5, 4), (2, 3), (2, 3)),
+        ((4,), 0, 1),
+        ((3, 2, 6), (-1, 0), 4),
+        ((3, 1, 6), (0, 2), 1),
+    ],
 )
 def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
     torch.manual_seed(0)

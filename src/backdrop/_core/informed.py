@@ -157,7 +157,7 @@ def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
 
 
 def _norms_of_columns(grad: Tensor, others: list[int]) -> Tensor:
-    """In float32, over axes beside each other that are not the last: torch's own norm goes through memory in leaps there.
+    """In float32, over axes beside each other that are not the last, where torch's norm goes through memory in leaps.
 
     As a product with ones, which is as fast as a sum; part by part, so that squares take little memory.
     """
