@@ -112,6 +112,8 @@ def step(kind, way, size, limit, path):
             x[n] = source.read(n, (0, 0), shape[2:])
     loss_of(kind, model(x)).backward()
     used = (kilobytes("VmHWM:") - base) / 2**20
+    if used > 1.02 * limit / GIB:  # addresses that were there before may hold memory that was not
+        raise MemoryError(f"{used:.2f} GiB")
     return {"seconds": round(time.perf_counter() - start, 2), "gib": round(used, 3)}
 
 
@@ -128,7 +130,7 @@ def tried(kind, way, size, limit, folder, patience, threads):
         return {"failed": "takes too long"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
-        full = "allocate memory" in done.stderr or "MemoryError" in done.stderr or "memory has to be" in done.stderr
+        full = "allocate memory" in done.stderr or "MemoryError" in done.stderr or "memory is" in done.stderr
         return {"failed": "does not fit" if full else lines[-1][:300]}
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return found if found["seconds"] <= patience else {**found, "failed": "takes too long"}
