@@ -194,13 +194,13 @@ def train(step, model, shown, source, told, rate, seconds, generator, evaluate, 
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     averaged, spent, curve = Averaged(model), 0.0, []
     for point in range(1, POINTS + 1):
-        start = time.perf_counter() - spent
-        while time.perf_counter() - start < seconds * point / POINTS:
+        start = time.process_time() - spent
+        while time.process_time() - start < seconds * point / POINTS:
             optimizer.zero_grad()
             step(model, source, told, generator)
             optimizer.step()
             averaged.add()
-        spent = time.perf_counter() - start
+        spent = time.process_time() - start
         curve.append({"seconds": round(before + spent, 1), "steps": averaged.steps})
         curve[-1] |= evaluate(averaged.into(shown))
         if spent >= seconds:
@@ -235,10 +235,10 @@ def trained(way, rate, folder, seconds, memory, seed):
 
     steps = {"crops": crops, "one": one}
     if way == "frozen":
-        start = time.perf_counter()
+        start = time.process_time()
         train(crops, model, shown, source, told, 0.003, seconds / 3, generator, lambda model: {})
         kept = features(shown, source)
-        before = time.perf_counter() - start
+        before = time.process_time() - start
         model = copy.deepcopy(shown).train()
         model[-1] = Pooling(24, 1)
         shown = copy.deepcopy(model)
@@ -312,7 +312,7 @@ def main():
     parser.add_argument("--rates", type=float, nargs="+", default=[0.003, 0.01])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write figures to this file, or go on with it")
     parser.add_argument("--again", type=Path, help="show the figures of this file")
     parser.add_argument("--unit", help=argparse.SUPPRESS)

@@ -4,8 +4,9 @@
     python benchmarks/quality_memory.py --again FILE
 
 Every try is a process of its own, whose memory is limited to what it has before the input and the step, and so much
-more. The size is doubled until a step fails, or takes longer than `--patience`, and then halved in between until it is
-known to an eighth. Inputs count; those of "tiles" and "parts" stay on the disk.
+more. The size is doubled until a step does not fit, or takes longer than `--patience`, and then halved in between until
+it is known to a quarter. What time ends, not memory, is not tried again with more memory. Seconds are those of the
+processor, of all threads. Inputs count; those of "tiles" stay on the disk.
 
 - image: a side of one image, for a ResNet-18 with normalisations by running statistics and a mask behind its third
   stage. Ways: plain, "checkpoint" (torch's, a part for each two blocks), "engine" (skipping, the image in memory),
@@ -20,6 +21,8 @@ import argparse
 import json
 import math
 import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +44,7 @@ WAYS = {
     "batch": ("plain", "checkpoint", "gradcache", "engine"),
     "cohort": ("plain", "checkpoint", "gradcache", "tiles"),
 }
-FIRST = {"image": 512, "batch": 64, "cohort": 2}
+FIRST = {"image": 1024, "batch": 128, "cohort": 8}
 STEP = {"image": 64, "batch": 8, "cohort": 1}  # sizes are multiples of it
 MOST = {"image": 32768, "batch": 2**20, "cohort": 4096}  # larger ones are not tried
 PARTS = 6  # of checkpointing
@@ -94,7 +97,7 @@ def loss_of(kind, out):
     return out.square().sum()
 
 
-def step(kind, way, size, limit, path):
+def step(kind, way, size, limit, path, patience):
     """In a process of its own: seconds of a step, and the memory it took."""
     torch.manual_seed(0)
     model, shape = model_of(kind, way, limit), shape_of(kind, size)
@@ -103,7 +106,8 @@ def step(kind, way, size, limit, path):
     model.zero_grad()
     source = Raw(path, shape)
     base = begin(limit)
-    start = time.perf_counter()
+    start = time.process_time()
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(start + patience), resource.RLIM_INFINITY))
     if way == "tiles":
         x = source
     else:
@@ -114,46 +118,48 @@ def step(kind, way, size, limit, path):
     used = (kilobytes("VmHWM:") - base) / 2**20
     if used > 1.02 * limit / GIB:  # addresses that were there before may hold memory that was not
         raise MemoryError(f"{used:.2f} GiB")
-    return {"seconds": round(time.perf_counter() - start, 2), "gib": round(used, 3)}
+    return {"seconds": round(time.process_time() - start, 2), "gib": round(used, 3)}
 
 
 def tried(kind, way, size, limit, folder, patience, threads):
     path = Path(folder) / "input"
     with path.open("wb") as file:  # sparse: zeros, which take no disk
         file.truncate(math.prod(shape_of(kind, size)))
-    told = json.dumps([kind, way, size, limit, str(path)])
+    told = json.dumps([kind, way, size, limit, str(path), patience])
     command = [sys.executable, __file__, "--unit", told, "--threads", str(threads)]
     environment = {**os.environ, "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": str(threads)}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience + 60)
-    except subprocess.TimeoutExpired:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode == -signal.SIGXCPU:
         return {"failed": "takes too long"}
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
         full = "allocate memory" in done.stderr or "MemoryError" in done.stderr or "memory is" in done.stderr
         return {"failed": "does not fit" if full else lines[-1][:300]}
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found if found["seconds"] <= patience else {**found, "failed": "takes too long"}
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def largest(kind, way, limit, folder, patience, threads):
-    """By doubling, then by halves, to an eighth."""
-    good, bad, size, best, why = 0, None, FIRST[kind], {}, ""
+def largest(kind, way, limit, folder, patience, threads, less):
+    """By doubling, then by halves, to a quarter; `less` is what was found with less memory, which fits with more."""
+    if less and less["more"] == "takes too long":
+        return {name: less[name] for name in ("size", "seconds", "gib", "more")}
+    best = {name: less[name] for name in ("size", "seconds", "gib")} if less else {"size": 0}
+    bad, why, size = None, "", 2 * best["size"] or FIRST[kind]
     while True:
         found = tried(kind, way, size, limit, folder, patience, threads)
         print(f"  {kind}, {way}, {limit / GIB:g} GiB, {size}: {found}", file=sys.stderr, flush=True)
         if "failed" in found:
             bad, why = size, found["failed"]
         else:
-            good, best = size, found
+            best = {"size": size, **found}
+        good = best["size"]
         if bad is None:
             size *= 2
             if size > MOST[kind]:
-                return {"size": good, **best, "more": "not tried"}
+                return {**best, "more": "not tried"}
         else:
             size = round((good + bad) / 2 / STEP[kind]) * STEP[kind]
-            if bad - good <= max(STEP[kind], good / 8) or size in (good, bad):
-                return {"size": good, **best, "more": why}
+            if bad - good <= max(STEP[kind], good / 4) or size in (good, bad):
+                return {**best, "more": why}
 
 
 def show(rows):
@@ -176,8 +182,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limits", nargs="+", type=float, default=[2, 4, 8], help="in GiB")
-    parser.add_argument("--patience", type=float, default=120, help="seconds that a step may take")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=30, help="seconds that a step may take")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write figures to this file, or go on with it")
     parser.add_argument("--again", type=Path, help="show the figures of this file")
     parser.add_argument("--unit", help=argparse.SUPPRESS)
@@ -196,7 +202,9 @@ def main():
         for kind, way, limit in [] if arguments.again else cases:
             if (kind, way, limit) in done:
                 continue
-            found = largest(kind, way, int(limit * GIB), folder, arguments.patience, arguments.threads)
+            own = [row for row in figures["rows"] if (row["kind"], row["way"]) == (kind, way)]
+            less = max((row for row in own if row["limit"] < limit), key=lambda row: row["limit"], default=None)
+            found = largest(kind, way, int(limit * GIB), folder, arguments.patience, arguments.threads, less)
             figures["rows"].append({"kind": kind, "way": way, "limit": limit, **found})
             if arguments.json:
                 arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
