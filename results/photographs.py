@@ -5,10 +5,11 @@ until the best lies between two others.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from search import POLICIES, Settings, Stage, chosen
 
+from backdrop.experiments.study.plan import all_settings
 from backdrop.experiments.task import product
 from backdrop.experiments.tasks import TASKS
 
@@ -144,6 +145,80 @@ CIFAR10 = Images(
 )
 
 
+class Quick(NamedTuple):
+    """How a quick preset is searched: every arm alike, with seeds that are not the preset's.
+
+    Args:
+        task: its name.
+        arms: masks, none among them.
+        tried: rates and lengths to begin with.
+        ladders: for what is widened while the best lies at an end of what was tried, the values there are.
+        seeds: of the search.
+    """
+
+    task: str
+    arms: list[Settings]
+    tried: list[Settings]
+    ladders: dict[str, Sequence[float]]
+    seeds: Sequence[int] = (100, 101)
+    file: str = "quick-choice"
+
+    def point(self, **changed: Any) -> Settings:
+        kind = TASKS[self.task]
+        settings = {**all_settings(kind, kind.presets["quick"].base), "evaluations": 1, "judge": "validation"}
+        return {**settings, **changed}
+
+    def coarse(self) -> Stage:
+        return Stage([self.point(**arm, **way) for arm in self.arms for way in self.tried], self.seeds, self.file)
+
+    def edge(self) -> Stage:
+        """One step beyond every end at which the best of an arm lies."""
+        points = []
+        for arm in self.arms:
+            found = chosen(self.task, 1000, self.file, **arm)
+            for name, ladder in self.ladders.items():
+                best = found[0][name]
+                tried = sorted(each[name] for each in found if all(each[n] == found[0][n] for n in each if n != name))
+                place = ladder.index(best)
+                beyond = [place - 1] * (best == tried[0]) + [place + 1] * (best == tried[-1])
+                points += [self.point(**arm, **{**found[0], name: ladder[i]}) for i in beyond if 0 <= i < len(ladder)]
+        return Stage(points, self.seeds, self.file)
+
+    def fine(self) -> Stage:
+        """The best two of every arm, where two seeds do not tell them apart, with four more."""
+        points = [self.point(**arm, **way) for arm in self.arms for way in chosen(self.task, 2, self.file, **arm)]
+        return Stage(points, range(self.seeds[0], self.seeds[0] + 6), self.file)
+
+
+LENGTHS = (1, 2, 3, 6, 12, 25, 50, 100, 200)
+QUICK = {
+    "cifar10": Quick(
+        "cifar10",
+        product(p=[0.0, 0.75, 0.9]),
+        product(lr=[0.001, 0.003, 0.01, 0.03], epochs=[3, 6, 12, 25]),
+        {"lr": RATES, "epochs": LENGTHS},
+    ),
+    "ponce": Quick(
+        "ponce",
+        product(p=[0.0, 0.9375]),
+        product(lr=[0.003, 0.01, 0.03, 0.1], epochs=[12, 25]),
+        {"lr": RATES, "epochs": LENGTHS},
+    ),
+    "latent": Quick(
+        "latent",
+        [{"p_x": 0.0, "p_d": 0.0}, {"p_x": 0.9, "p_d": 0.75}],
+        product(lr=[0.0003, 0.001, 0.003, 0.01], epochs=[3, 6, 12, 25]),
+        {"lr": RATES, "epochs": LENGTHS},
+    ),
+    "auc": Quick(
+        "auc",
+        product(p=[0.0, 0.75]),
+        product(lr=[0.0003, 0.001, 0.003, 0.01, 0.03, 0.1], epochs=[2, 6]),
+        {"lr": (*RATES, 1.0), "epochs": LENGTHS},
+    ),
+}
+
+
 def latent_same() -> Stage:
     """Without masks on the distances, but trained as with them."""
     masked = LATENT.best({"batch_size": 2048, "p_x": 0.0, "p_d": 0.97})
@@ -163,3 +238,5 @@ STAGES = {
     "latent": {"coarse": LATENT.coarse, "refine": LATENT.refine, "final": LATENT.final, "same": latent_same},
     "cifar10": {"coarse": CIFAR10.coarse, "refine": CIFAR10.refine, "again": CIFAR10.again, "final": CIFAR10.final},
 }
+for task, search in QUICK.items():
+    STAGES[task] |= {"quick-coarse": search.coarse, "quick-edge": search.edge, "quick-fine": search.fine}

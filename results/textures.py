@@ -31,20 +31,25 @@ def gp_best(size: int, arm: Settings, count: int = 1) -> list[Settings]:
     return chosen("gp", count, **{name: at[name] for name in ("size", *arm)})
 
 
-def gp_coarse() -> Stage:
+def gp_whole() -> list[Settings]:
+    """What is tried for whole images."""
     whole = product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[20, 40])
     whole += product(lr=[0.0003, 0.001, 0.003], weight_decay=[4.0], epochs=[10, 80])  # beyond the best of those
     whole += product(lr=[0.001, 0.003], weight_decay=[12.0], epochs=[20, 40, 80])
     whole += product(lr=[0.03], weight_decay=[0.5], epochs=[10, 20])
     whole += product(lr=[0.03, 0.1], weight_decay=[0.05], epochs=[10, 20])  # as no masks are best on two cores
     whole += product(lr=[0.0003, 0.001, 0.003, 0.01], weight_decay=[0.05, 0.5, 4.0], epochs=[1, 2, 5])  # 20 steps each
+    return whole
+
+
+def gp_coarse() -> Stage:
     crops = product(lr=[0.001, 0.003, 0.01], weight_decay=[0.5, 4.0], epochs=[1, 5, 20])  # 4 and 16 steps to a pass
     crops += product(lr=[0.0003, 0.001, 0.003], weight_decay=[0.05, 0.5], epochs=[1], passes=[5, 20])
     crops += product(lr=[0.0003], weight_decay=[0.05, 0.5], epochs=[5])
     points = [
         {**sized(256, arm), **protocol, "judge": "validation"}
         for arm in ARMS
-        for protocol in (crops if arm["crop"] else whole)
+        for protocol in (crops if arm["crop"] else gp_whole())
     ]
     return Stage(points, range(100, 103), "choice")
 
@@ -125,6 +130,47 @@ def gp_policies() -> Stage:
     return Stage([{**masked, "skip": policy} for policy in POLICIES], range(5), "policies")
 
 
+# Images of half the side, with twice as many training sets: the coarse mask alone with the same search as the others,
+# one mask for all samples and the lengths that the authors' program comes to (docs/textures.md).
+
+ALONE = [{**WHOLE, "p_large": p} for p in (0.75, 0.94)]
+AUTHORS = {"small": [3.68, 3.87]}  # 7.36 and 7.74 pixels at full size
+
+
+def gp_half_coarse() -> Stage:
+    points = [{**sized(256, arm), **way, "judge": "validation"} for arm in ALONE for way in gp_whole()]
+    return Stage(points, range(100, 103), "half-choice")
+
+
+def gp_half_best(size: int, arm: Settings, count: int = 1) -> list[Settings]:
+    at = sized(size, arm)
+    search = "half-choice" if arm in ALONE else "choice"
+    return chosen("gp", count, search, **{name: at[name] for name in ("size", *arm)})
+
+
+def gp_half_fine() -> Stage:
+    points = [
+        {**sized(512, arm), **protocol, "judge": "validation"}
+        for arm in ALONE
+        for protocol in gp_half_best(256, arm, 5)
+    ]
+    return Stage(points, range(100, 105), "half-choice")
+
+
+def gp_half_arms() -> list[Settings]:
+    return [{**sized(512, arm), **gp_half_best(512, arm)[0]} for arm in (WHOLE, MASKED, *ALONE)]
+
+
+def gp_half_final() -> Stage:
+    return Stage(gp_half_arms(), range(24), "half")
+
+
+def gp_half_authors() -> Stage:
+    shared = [{**arm, "shared": True} for arm in gp_half_arms() if arm["p_large"]]
+    authors = [{**arm, **AUTHORS} for arm in (*gp_half_arms(), *shared)]
+    return Stage([*shared, *authors], range(24), "half-authors")
+
+
 # Textures on two CPU cores: the quick preset, whose trials take seconds, with more seeds and the same search without
 # masks and with its own.
 
@@ -200,6 +246,10 @@ STAGES = {
     "tiles": gp_tiles,
     "turned-crops": gp_turned_crops,
     "policies": gp_policies,
+    "half-coarse": gp_half_coarse,
+    "half-fine": gp_half_fine,
+    "half-final": gp_half_final,
+    "half-authors": gp_half_authors,
     "small-coarse": gp_small_coarse,
     "small-mask": gp_small_mask,
     "small-fine": gp_small_fine,

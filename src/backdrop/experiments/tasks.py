@@ -77,6 +77,7 @@ class GPSettings(Settings):
             come from.
         adapt: at the end, measure accuracy once more with batch statistics of the images to evaluate on, whose labels
             are not needed for that, in place of those of the few training images.
+        shared: one mask for all images of a batch, as in the authors' program.
     """
 
     p_small: float = 0.0
@@ -93,6 +94,7 @@ class GPSettings(Settings):
     eval_batch: int = 8
     flips: bool = False
     adapt: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,7 +185,7 @@ class GP(Classification):
 
     def model(self) -> nn.Module:
         s = self.settings
-        small, large = (Backdrop2d(p, exact=s.exact) for p in (s.p_small, s.p_large))
+        small, large = (Backdrop2d(p, exact=s.exact, shared=s.shared) for p in (s.p_small, s.p_large))
         return models.gp_network(
             small,
             large,
