@@ -161,7 +161,7 @@ def choose_weight(
 ) -> Tensor:
     """Draw what a gradient is multiplied by if its units are chosen by their size: `backdrop` with choose="gradient".
 
-    A unit with gradient g_u is kept with probability pi_u = b + (1 - b) min(1, |g_u| / tau), b = floor k / N, and
+    A unit with gradient g_u is kept with probability pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N, and
     weighs 1 / pi_u; tau is such that the pi_u of a group of N units add up to k = N (1 - p). With `exact` just k units
     are kept, rounded to a whole number, of both signs their share where each has one number alone; otherwise each unit
     by itself, but at least one. Where all gradients are alike, or zero, units are chosen uniformly; infinite and NaN

@@ -22,8 +22,6 @@ SIGMAS = 6.5  # a normal number lies beyond once in 1.2e10 times: below 1e-6 for
 def by_bisection(norms, number):
     """pi = min(1, n / tau) with the tau for which they add up to the number."""
     some = [n for n in norms if n > 0]
-    if number == 0:
-        return [0.0] * len(norms)
     if len(some) <= number:
         others = len(norms) - len(some)
         return [1.0 if n > 0 else (number - len(some)) / others for n in norms]
@@ -43,11 +41,8 @@ def test_inclusion_probabilities(norms, share, floor):
     number = max(0.05, share * len(norms))
     found = informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), number, floor)[0]
     uniform = number / len(norms)
-    base = floor * uniform
-    left = (number - base * len(norms)) / (1 - base) if base < 1 else 0.0
-    expected = by_bisection(norms, left)
-    expected = [base + (1 - base) * pi for pi in expected]
-    assert min(expected) >= base - 1e-12
+    expected = by_bisection(norms, number) if any(norms) else [uniform] * len(norms)
+    expected = [(1 - floor) * pi + floor * uniform for pi in expected]
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
     assert found.sum().item() == pytest.approx(number)
 

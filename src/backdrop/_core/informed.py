@@ -2,12 +2,11 @@
 
 Let g_u be the gradient that arrives at unit u. A unit is kept with probability
 
-    pi_u = b + (1 - b) min(1, |g_u| / tau),    b = floor k / N,    tau so that the pi_u add up to k,
+    pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N,    tau so that the pi_u add up to k,
 
 and weighs 1 / pi_u, so that the expected gradient is the plain one whatever the g_u are. The variance is least where
 pi_u is proportional to what the unit adds to the gradient of the parameters, of which |g_u| is the part that is known
-before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says, and
-leaves those alone that are sure to be kept.
+before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says.
 
 Where a unit's gradient is one number, as of scores, exact masks keep their share of both signs: what units have in
 common then cancels as it does in the whole gradient. So such sizes come with their sign.
@@ -196,10 +195,9 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     base = floor * number / size
     if floor == 1:
         return torch.zeros_like(norms) + base
-    number = number * (1 - floor) / (1 - base)
     pi = _by_rounds(norms, number) if _is_readable(norms) and not isinstance(number, Tensor) else None
     pi = _by_sorting(norms, number) if pi is None else pi
-    return pi + base * (1 - pi) if floor else pi  # which leaves one one
+    return (1 - floor) * pi + base if floor else pi
 
 
 def _by_sorting(norms: Tensor, number: Any) -> Tensor:
@@ -254,8 +252,8 @@ def _systematic(pi: Tensor, number: Any, order: Tensor, offset: Tensor) -> Tenso
         number = number - sure.sum(1, keepdim=True).to(pi.dtype)
         line = pi.masked_fill(sure, 0.0)
     ends = line.gather(1, order).cumsum(1)
-    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp_(max=number)
-    points = ends.sub_(offset).ceil_().clamp_(min=0)
+    ends = torch.where(ends >= ends[:, -1:], number, ends)
+    points = (ends.clamp(max=number) - offset).ceil().clamp(min=0)
     before = torch.nn.functional.pad(points[:, :-1], (1, 0))
     kept = torch.zeros_like(sure).scatter(1, order, points > before)
     return kept | sure if any_sure else kept

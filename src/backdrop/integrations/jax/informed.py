@@ -83,8 +83,8 @@ def _inclusion(norms: jax.Array, number: Any, floor: float) -> jax.Array:
     base = floor * number / size
     if floor == 1:
         return jnp.full_like(norms, base)
-    pi = _proportional(norms, number * (1 - floor) / (1 - base))
-    return pi + base * (1 - pi) if floor else pi
+    pi = _proportional(norms, number)
+    return (1 - floor) * pi + base if floor else pi
 
 
 def _proportional(norms: jax.Array, number: Any) -> jax.Array:
