@@ -258,7 +258,8 @@ class _Call:
     def _exact(self, group: int, pi: Tensor, positive: Tensor, squares: Tensor, index: Tensor) -> float:
         """The variance of an informed exact mask, from sums of |c|^2 over the units of this index."""
         variance, apart, share = 0.0, torch.zeros_like(pi), 0.0
-        if min(float(pi[positive].sum()), float(pi[~positive].sum())) < 1:  # a share of less than a unit is none
+        few = float(pi.sum()) < informed.FEW - 0.5
+        if few or min(float(pi[positive].sum()), float(pi[~positive].sum())) < 1:  # a share of less than a unit is none
             positive = torch.ones_like(positive)
         for part, sign in ((positive, 1.0), (~positive, -1.0)):
             b = _spreads(torch.where(part, pi, 0.0))
