@@ -24,6 +24,7 @@ from torch import Tensor
 from backdrop._core.checks import Probability, Scale, check_devices
 from backdrop._core.draw import Lattice, is_zero
 
+FEW = 8  # kept units, below which shares of both signs are too small to be kept
 LARGE = 64  # units, from which on permutations are drawn one by one
 PART = 2**19  # numbers whose squares are added up at a time
 ROUNDS = 6  # of the fast way to inclusion probabilities, before the one that sorts
@@ -62,7 +63,9 @@ def weigh_norms(
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
     if exact:
-        order = _by_sign(_orders(total, size, norms, generator)[own], norms)
+        order = _orders(total, size, norms, generator)[own]
+        if isinstance(number, Tensor) or number >= FEW:
+            order = _by_sign(order, norms)
         kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
         u = _random(total, size + 1, norms, generator)[own]

@@ -9,7 +9,7 @@ informed ones by Hajek's approximation, whose b_u solve b_u - b_u^2 / sum b = pi
 
 Where exact masks keep their share of both signs (`backdrop._core.informed`) that is so for either by itself, and as the
 share of one may lie between two numbers of units, with a fraction f, f (1 - f) times the squared distance of the two
-means of c_u / pi_u is added.
+means of c_u / pi_u is added. Where the share of one is less than a unit they are taken together.
 """
 
 from __future__ import annotations
@@ -258,6 +258,9 @@ class _Call:
     def _exact(self, group: int, pi: Tensor, positive: Tensor, squares: Tensor, index: Tensor) -> float:
         """The variance of an informed exact mask, from sums of |c|^2 over the units of this index."""
         variance, apart, share = 0.0, torch.zeros_like(pi), 0.0
+        few = float(pi.sum()) < informed.FEW - 0.5
+        if few or min(float(pi[positive].sum()), float(pi[~positive].sum())) < 1:  # a share of less than a unit is none
+            positive = torch.ones_like(positive)
         for part, sign in ((positive, 1.0), (~positive, -1.0)):
             b = _spreads(torch.where(part, pi, 0.0))
             if not float(b.sum()) > 0:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from backdrop._core import draw as masks
 from backdrop._core.checks import Dims, Patch, Scale, check_choose, check_scale
+from backdrop._core.informed import FEW
 from backdrop.integrations.jax.draw import Probability, as_probability, check_key, count_kept, is_zero, spread
 
 ONE = 2.0**32
@@ -53,7 +54,7 @@ def choose_weight(
     norms = _unit_norms(jax.lax.stop_gradient(grad), lattice, wide)
     number: Any = count_kept(lattice.size, p) if exact else lattice.size * (1 - p)
     pi = _inclusion(norms, number, floor)
-    kept, pi = _systematic(pi, norms > 0, key) if exact else _independent(pi, key)
+    kept, pi = _systematic(pi, (norms > 0) & (number >= FEW), key) if exact else _independent(pi, key)
     weight = jnp.where(kept, 1 / jnp.where(kept, pi, 1), 0) if scale is not None else kept.astype(wide)
     weight = weight * (1 - p) if scale == "eq1" else weight
     return jax.lax.stop_gradient(spread(weight.astype(wide), lattice, grad.shape))
