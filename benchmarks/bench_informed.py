@@ -125,7 +125,7 @@ def cats_and_dogs(root, size=2048, width=8):
             g = torch.autograd.grad(scores_loss(scores.requires_grad_(), y), scores)[0][:, None]
             c = per_sample(model, x, g)
             told = f"AUC, cats and dogs {said}, {size} images, after {stage} steps"
-            yield compare(told, goal, g.abs().flatten(), c, losses_of_scores(scores.detach(), y))
+            yield compare(told, goal, g.flatten(), c, losses_of_scores(scores.detach(), y))
 
 
 def augmented(images, generator):
@@ -163,7 +163,7 @@ def contrastive(root, size=256, width=8):
 
 
 class Pooled(nn.Module):
-    """Textures through a small network; above the mask gated attention over positions (Ilse et al., 2018), or their mean."""
+    """Textures through a small network; above the mask gated attention (Ilse et al., 2018) over positions, or means."""
 
     def __init__(self, attention, width=16):
         super().__init__()

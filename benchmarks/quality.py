@@ -19,8 +19,8 @@ way alike; then follow new seeds, ten of them, for which test samples count. Las
 a way's batches with that of the whole batch, at the beginning, the middle and the end of a training without masks.
 
 Gradient boosting (scikit-learn, where it is installed) stands beside the table. The file is written after every unit
-and gone on with; units of other machines in it are an error. LEFT_OUT in quality_tasks.py says which ways make no sense
-where.
+and gone on with. Trainings on other machines in it are an error; rates and biases may have been found elsewhere.
+LEFT_OUT in quality_tasks.py says which ways make no sense where.
 """
 
 import argparse
@@ -304,9 +304,10 @@ def unit(arguments):
         row["ways"] = trained(task, rates, seed, arguments.scale)
         if kind == "search":
             row["rate"] = rates["whole"]
-            for one in row["ways"].values():  # validation alone is looked at
-                del one["test"], one["also"]
-                one["test"] = [0.0] * POINTS
+            for one in row["ways"].values():  # the best on validation samples is all that is looked at
+                best = best_of({**one, "test": [0.0] * POINTS})[0]
+                one |= {"seconds": one["seconds"][-1:], "validation": [finite(best)], "test": [0.0]}
+                del one["also"]
     row["took"] = round(time.perf_counter() - begin, 1)
     print(json.dumps(row))
 
@@ -392,7 +393,7 @@ def main():
     if kept and kept.exists():
         figures = json.loads(kept.read_text())
     if not arguments.again:
-        others = {(row["machine"], row["scale"]) for row in figures["rows"] if row["kind"] != "outsider"}
+        others = {(row["machine"], row["scale"]) for row in figures["rows"] if row["kind"] == "train"}
         others -= {(machine(), arguments.scale)}
         if others:
             sys.exit(f"{kept} holds figures of {sorted(others)}: give another file for {machine()}, {arguments.scale}")

@@ -300,11 +300,11 @@ class Contrast(Task):
     def made(self, count, generator):
         hidden = torch.randn(count, 8, generator=generator)
         views = (torch.sin(hidden @ one) for one in self.maps)
-        return tuple(view + 0.6 * torch.randn(count, 64, generator=generator) for view in views)
+        return tuple(view + 0.4 * torch.randn(count, 64, generator=generator) for view in views)
 
     def body(self):
         def encoder():
-            return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 32))
+            return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 32))
 
         return Pair(encoder(), encoder())
 

@@ -236,16 +236,19 @@ def main() -> None:
         shutil.copytree(PACKAGE, copy / "backdrop", ignore=shutil.ignore_patterns("__pycache__"))
         scores = {}
         for part in given.of or PARTS:
+            file = sorted(PACKAGE.glob(PARTS[part][0][0]))[0].relative_to(PACKAGE).as_posix()
+            if (found := verdict(Mutant(file, 1, 0, 0, "", ""), PARTS[part][1], copy, given.limit)) != "survived":
+                sys.exit(f"the tests of {part} do not pass without a fault ({found}), so they say nothing about faults")
             count = given.count if given.only is None else sys.maxsize
             some = chosen(part, count, given.seed, given.constants)
             if given.only:
                 some = [mutant for mutant in some if f"{mutant.file}:{mutant.line}" == given.only]
-            found = []
+            verdicts = []
             for mutant in some:
                 begin = time.monotonic()
-                found.append(verdict(mutant, PARTS[part][1], copy, given.limit))
-                print(f"{found[-1]} ({time.monotonic() - begin:.0f} s): {mutant}", flush=True)
-            scores[part] = found
+                verdicts.append(verdict(mutant, PARTS[part][1], copy, given.limit))
+                print(f"{verdicts[-1]} ({time.monotonic() - begin:.0f} s): {mutant}", flush=True)
+            scores[part] = verdicts
         for part, found in scores.items():
             print(f"{part}: {len(found) - found.count('survived')} of {len(found)} faults were seen")
 

@@ -25,7 +25,7 @@ class _Process(multiprocessing.get_context("forkserver").Process):
 
 CONTEXT = type(multiprocessing.get_context("forkserver"))()
 CONTEXT.Process = _Process
-CONTEXT.set_forkserver_preload(["warmed"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "backdrop", "warmed"])  # as far as they can be imported
 
 
 class Command:

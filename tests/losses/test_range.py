@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backdrop.losses import (
     _pairs,
@@ -85,6 +86,28 @@ NEAR = {  # numbers of samples on both sides of where a loss no longer takes all
     "Spearman": (1024, 1025, lambda n: n * n),
     "concordance": (1536, 1537, lambda n: times_of(torch.zeros(n))[1].sum().item() * n),
 }
+
+
+class Sorted(TorchDispatchMode):
+    """Whether anything was sorted while this is open."""
+
+    sorted = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.sorted = self.sorted or func.overloadpacket is torch.ops.aten.sort
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "few", "n"),
+    [(rank_statistic_loss, 32, 50_000), (squared_hinge_auc_loss, 32, 50_000), (average_precision_loss, 4, 300_000)],
+)
+def test_a_few_against_many_are_not_sorted(loss, few, n):
+    for count in (few, few + 1):
+        settings = {} if loss is squared_hinge_auc_loss else {"temperature": 0.4}
+        with Sorted() as mode:
+            loss(torch.randn(n, requires_grad=True), torch.arange(n) < count, **settings)
+        assert mode.sorted == (count > few)
 
 
 def second_of(name, n):

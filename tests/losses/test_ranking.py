@@ -23,6 +23,7 @@ from backdrop.losses import (
     average_precision_loss,
     concordance,
     concordance_loss,
+    cox_loss,
     ndcg_loss,
     partial_auc_loss,
     rank_statistic_loss,
@@ -627,7 +628,8 @@ def test_a_gpu_computes_the_same(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG"]
+    "name",
+    ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG", "Spearman", "Cox"],
 )
 @pytest.mark.parametrize("n", [12, 1700])
 def test_under_torch_func(name, n):
@@ -640,6 +642,8 @@ def test_under_torch_func(name, n):
         "average precision": lambda s: average_precision_loss(s, labels, temperature=0.3),
         "concordance": lambda s: concordance_loss(s, torch.arange(n), labels, temperature=0.3),
         "NDCG": lambda s: ndcg_loss(s, labels, temperature=0.3),
+        "Spearman": lambda s: spearman_loss(s, torch.arange(n).sin(), temperature=0.3),
+        "Cox": lambda s: cox_loss(s, torch.arange(n), labels),
     }[name]
     scores = torch.randn(3, n)
     expected = []

@@ -25,6 +25,7 @@ from torch import Tensor
 from backdrop._core.checks import Probability, Scale, check_devices
 from backdrop._core.draw import Lattice, is_zero
 
+LARGE = 64  # units, from which on permutations are drawn one by one
 PART = 2**19  # numbers whose squares are added up at a time
 ROUNDS = 6  # of the fast way to inclusion probabilities, before the one that sorts
 
@@ -62,8 +63,7 @@ def weigh_norms(
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
     if exact:
-        # One order serves all groups: chances in each come from its own offset, whatever the order.
-        order = _by_sign(_order(size, norms, generator).expand(groups, -1), norms)
+        order = _by_sign(_orders(total, size, norms, generator)[own], norms)
         kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
         u = _random(total, size + 1, norms, generator)[own]
@@ -78,11 +78,11 @@ def _random(groups: int, size: int, like: Tensor, generator: torch.Generator | N
     return torch.rand(groups, size, generator=generator, device=like.device, dtype=like.dtype)
 
 
-def _order(size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A random order of units, (1, units). On a CPU sorting would take longer than all else."""
-    if _is_readable(like):
-        return torch.randperm(size, generator=generator)[None]
-    return _random(1, size, like, generator).argsort(1)
+def _orders(groups: int, size: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A random order of the units of each group. On a CPU sorting would take longer than all else."""
+    if _is_readable(like) and size >= LARGE:
+        return torch.stack([torch.randperm(size, generator=generator) for _ in range(groups)])
+    return _random(groups, size, like, generator).argsort(1)
 
 
 def _by_sign(order: Tensor, norms: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
 
 
 def _norms_of_columns(grad: Tensor, others: list[int]) -> Tensor:
-    """In float32, over axes beside each other that are not the last: torch's own norm goes through memory in leaps there.
+    """In float32, over axes beside each other that are not the last, where torch's norm goes through memory in leaps.
 
     As a product with ones, which is as fast as a sum; part by part, so that squares take little memory.
     """

@@ -82,7 +82,7 @@ def cox_loss(
     groups = None if strata is None else _column("strata", strata, eta)
     processes = resolve(group)
     if weight is None and start is None and groups is None and processes is None:
-        found = _without_ties(eta, time, event)
+        found = _without_ties(eta, time, event, ties == "efron")
         if found is not None:
             return found
     weights = torch.ones_like(time) if weight is None else make_weights(weight, eta).double()
@@ -190,20 +190,20 @@ def _at_risk(time: Tensor, event: Tensor, strata: Tensor | None, entry: Tensor |
     return _Risk(order, weight[order], events, slot, each, first, end)
 
 
-def _without_ties(eta: Tensor, time: Tensor, event: Tensor) -> Tensor | None:
-    """The loss where all times differ and no sum leaves the range of numbers; None where it takes more than that."""
+def _without_ties(eta: Tensor, time: Tensor, event: Tensor, efron: bool) -> Tensor | None:
+    """The loss where all times differ, by one sort; None where they do not, or something is to be said of them."""
     later, order = time.sort(descending=True)
-    if len(time) == 0 or not bool((later[1:] < later[:-1]).all()):
-        return None
-    low, high = bounds_of(eta.detach())
-    if not high - low < SPREAD:
+    if not bool((later[1:] < later[:-1]).all()):
         return None
     happened = event.index_select(0, order)
     total = float(happened.sum())
-    if total == 0 or not bool(((happened == 0) | (happened == 1)).all()):
+    if not total > 0 or not bool(((happened == 0) | (happened == 1)).all()) or len(time) == 1:
         return None
 
     def compute(log_hazards: Tensor) -> Means:
+        low, high = bounds_of(log_hazards.detach())
+        if not high - low < SPREAD:
+            return _likelihood(_at_risk(time, event == 1, None, None, torch.ones_like(time)), efron, log_hazards)
         x = log_hazards.detach().double().index_select(0, order) - high
         at_risk = x.exp().cumsum(0)
         value = happened @ (at_risk.log() - x)

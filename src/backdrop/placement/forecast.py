@@ -255,7 +255,6 @@ class _Call:
                 chosen += (less**2 - 1) * (whole - each)
             yield max(0.0, uniform), max(0.0, chosen)
 
-
     def _exact(self, group: int, pi: Tensor, positive: Tensor, squares: Tensor, index: Tensor) -> float:
         """The variance of an informed exact mask, from sums of |c|^2 over the units of this index."""
         variance, apart, share = 0.0, torch.zeros_like(pi), 0.0
