@@ -167,8 +167,8 @@ def _norms_of_columns(grad: Tensor, others: list[int]) -> Tensor:
     outer, along, inner = (math.prod(part) for part in (grad.shape[:first], grad.shape[first:last], grad.shape[last:]))
     matrices, total = grad.view(outer, along, inner), grad.new_zeros(outer, 1, inner, dtype=torch.float32)
     rows, squares = max(1, PART // inner), grad.new_empty(0, dtype=torch.float32)
-    for some, sums in zip(*(x.split(max(1, rows // along)) for x in (matrices, total)), strict=True):
-        for part in some.split(rows, 1):
+    for some, sums in zip(*(torch.split(x, max(1, rows // along)) for x in (matrices, total)), strict=True):
+        for part in torch.split(some, rows, 1):
             part = part.float()  # in one place: memory that is new each time takes longer than all else
             torch.mul(part, part, out=squares.resize_(part.shape))
             sums.baddbmm_(squares.new_ones(len(squares), 1, squares.shape[1]), squares)
@@ -196,11 +196,10 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     """
     size, norms = norms.shape[1], norms.abs()
     base = floor * number / size
-    if floor == 1:
-        return torch.zeros_like(norms) + base
     pi = _by_rounds(norms, number) if _is_readable(norms) and not isinstance(number, Tensor) else None
     pi = _by_sorting(norms, number) if pi is None else pi
-    return (1 - floor) * pi + base if floor else pi
+    mixed: Tensor = (1 - floor) * pi + base if floor else pi
+    return mixed
 
 
 def _by_sorting(norms: Tensor, number: Any) -> Tensor:

@@ -82,8 +82,6 @@ def _inclusion(norms: jax.Array, number: Any, floor: float) -> jax.Array:
     """pi for each unit, which add up to `number` in each group."""
     size, norms = norms.shape[1], jnp.abs(norms)
     base = floor * number / size
-    if floor == 1:
-        return jnp.full_like(norms, base)
     pi = _proportional(norms, number)
     return (1 - floor) * pi + base if floor else pi
 
