@@ -271,8 +271,6 @@ def setup(rows):
 def boosting_words(rows):
     """The outsider beside the table."""
     runs = sorted((row for row in rows if row["kind"] == "outsider"), key=lambda row: row["seed"])
-    if not runs:
-        return ""
     mean, half = interval([best_of(row)[1] for row in runs])
     spent = statistics.fmean(row["seconds"][row["validation"].index(min(row["validation"]))] for row in runs)
     return (
@@ -307,7 +305,8 @@ def memory_table():
 def parts(rows):
     """What stands between the markers of the page."""
     found = {"table": main_table(rows), "bias": bias_words(rows), "also": also_words(rows), "setup": setup(rows)}
-    found["boosting"] = boosting_words(rows)
+    if any(row["kind"] == "outsider" for row in rows):
+        found["boosting"] = boosting_words(rows)
     found["memory"] = memory_table()
     return found
 
