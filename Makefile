@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: test demo lint docs bench chaos coverage notebooks fuzz mutants dist oldest clean
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 demo: $(VENV)/installed
 	$(BIN)/backdrop run gp --preset quick
@@ -20,10 +20,13 @@ lint: $(VENV)/installed
 	$(BIN)/lint-imports
 
 # New random examples; what fails is printed with the command that tries it again. make fuzz FUZZ='--seconds 60'
+# And new random models, of which the suite has a few that stay the same.
 FUZZ ?= --examples 50000
+MODELS ?= 60
 
 fuzz: $(VENV)/installed
 	$(BIN)/python tests/fuzz.py $(FUZZ)
+	BACKDROP_FRESH=$(MODELS) $(BIN)/python -m pytest -n auto --dist worksteal tests/skip/test_random.py tests/placement/test_fields.py -k "random or far"
 
 # Small faults put into functional, layers, losses and skip: which does no test see? make mutants MUTANTS='--count 100'
 MUTANTS ?=
@@ -74,7 +77,7 @@ CORE := test_functional.py test_layers.py test_schedules.py core/test_checks.py 
 LATER := random reasons
 
 oldest: .venv-core/installed
-	.venv-core/bin/python -m pytest -n auto $(CORE:%=tests/%) $(LATER:%=--ignore=tests/skip/test_%.py) --deselect tests/skip/test_samples.py::test_any_nesting_of_tensors --deselect tests/skip/test_samples.py::test_nested_outputs_without_skipping_share_one_mask
+	.venv-core/bin/python -m pytest -n auto --dist worksteal $(CORE:%=tests/%) $(LATER:%=--ignore=tests/skip/test_%.py) --deselect tests/skip/test_samples.py::test_any_nesting_of_tensors --deselect tests/skip/test_samples.py::test_nested_outputs_without_skipping_share_one_mask
 
 .venv-core/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-core

@@ -31,7 +31,7 @@ COLUMNS = {
         ("options become a study and where it lies", "cli.py, experiments/commands.py", ""),
         ("points of its grid, without those done", "experiments/runs.py, study/plan.py", ""),
         ("a worker claims a trial", "study/worker.py, study.py", ""),
-        ("it trains, and is saved after every epoch", "experiments/train.py, checkpoint.py", ""),
+        ("it trains, and is saved after every epoch", "experiments/training.py, checkpoint.py", ""),
         ("backdrop report gp: means, pictures, a page", "experiments/report/write.py", ""),
     ),
 }

@@ -34,6 +34,7 @@ MORE = {  # metrics of studies that the page shows besides the main one, and wit
     ("gp", "turned-crops"): {**SCALES, **ADAPTED},
     ("gp", "small"): SCALES,
     ("gp", "small-short"): SCALES,
+    ("gp", "half"): SCALES,
     ("cifar10", "trials"): {"loss": 3, "accuracy": 1, "clean": 1, "fgsm_2": 1, "fgsm_8": 1, "pgd_2": 1, "pgd_8": 1},
     ("latent", "trials"): HIDDEN,
     ("latent", "same"): HIDDEN,
@@ -251,6 +252,24 @@ def small_policies():
     return table([*headings, "seconds of training", "times as fast"], rows, words=1)
 
 
+def half_gains():
+    """What masks gain at half the side over none and over each other, by training set."""
+    results = Results(TASKS["gp"], study("gp", "half").records())
+    cells = {tuple(c.settings[name] for name in TASKS["gp"].masks): c for c in results.measured}
+    none, weak, strong, both = (cells[p] for p in ((0.0, 0.0), (0.0, 0.75), (0.0, 0.94), (0.99, 0.94)))
+    pairs = {
+        "the large mask, 0.75, over none": (weak, none),
+        "the large mask, 0.94, over none": (strong, none),
+        "both over none": (both, none),
+        "both over the large one, 0.94": (both, strong),
+    }
+    rows = []
+    for what, (first, second) in pairs.items():
+        found = [estimate(paired(first.values(m), second.values(m)).values()) for m in SCALES]
+        rows.append([what, *(both_intervals(each, 1) for each in found), found[0].n])
+    return table(["gain of", *map(wording.metric_name, SCALES), "training sets"], rows, words=1)
+
+
 def moved(task, search, wanted, name):
     """For the p of all masks, what a search has found at best with each value of a setting."""
     results = Results(TASKS[task], study(task, search).records())
@@ -373,6 +392,10 @@ def filled(pages):
     put("gp variants", variants())
     put("gp turned", chosen("gp", "turned"))
     put("gp small-choice", chosen("gp", "small-choice"))
+    put("gp half-choice", chosen("gp", "half-choice"))
+    put("gp half gains", half_gains())
+    for task in ("ponce", "cifar10", "auc", "latent"):
+        put(f"{task} quick-choice", chosen(task, "quick-choice"))
     put("gp small-mask", chosen("gp", "small-mask"))
     put("policies", policies())
     put("gp small-policies", small_policies())

@@ -168,7 +168,6 @@ def _command(args, output, doom, machine):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    import backdrop.experiments.commands  # noqa: F401
     from backdrop.cli import app
     from backdrop.experiments.study import alive, worker
 

@@ -1,16 +1,3 @@
-"""Settings for the whole suite: every run draws the same examples and the same random numbers."""
-
-import pytest
-import torch
-from hypothesis import settings
-
-settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
-settings.load_profile("repeatable")
+"""What is no test of its own. Settings for the whole suite are in the conftest.py above this folder."""
 
 collect_ignore = ["sound"]  # cases that a test imports: looked through for doctests they would stand in the table twice
-
-
-@pytest.fixture(autouse=True)
-def _repeatable():
-    torch.manual_seed(0)
-    torch.set_num_threads(1)

@@ -329,8 +329,6 @@ JOURNAL = b'{"op_code":0,"worker_id":"x","study_name":"study","directions":[2]}\
 def a_command(r):
     from typer.testing import CliRunner
 
-    import backdrop.experiments.commands
-    import backdrop.placement.command  # noqa: F401  # both add commands
     from backdrop.cli import app
 
     words = [

@@ -3,6 +3,7 @@
     python tests/mutants.py                          12 faults of each part, the same ones every time
     python tests/mutants.py --of losses --count 100  more of one part
     python tests/mutants.py --only losses/auc.py:97  all of one line
+    python tests/mutants.py --of losses --constants  every number that has a name, 16 times as large and as small
 
 A fault (a mutant) is one change in one place: a comparison, an operator, a number, a condition, a call left out. It is
 made in a copy of the source, on which the tests of that part run until one fails. A fault that no test sees survives:
@@ -36,7 +37,7 @@ PARTS = {
         ["test_functional.py", "core/test_checks.py", "test_layers.py", "test_theory.py"],
     ),
     "layers": (["layers.py"], ["test_layers.py", "test_functional.py", "core/test_checks.py", "core/test_informed.py"]),
-    "losses": (["losses/*.py"], ["losses"]),
+    "losses": (["losses/*.py"], ["losses/test_range.py", "losses"]),
     "skip": (
         ["skip/*.py"],
         [
@@ -122,6 +123,35 @@ def changed(node: ast.AST) -> Iterator[str]:
         yield "pass"
 
 
+def other_constants(path: Path) -> Iterator[Mutant]:
+    """The numbers of a file that have a name, such as thresholds, by which one more would often make no difference."""
+    text = path.read_text()
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for statement in ast.parse(text).body:
+        named = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]).isupper()
+        values = [statement.value] if named else []
+        while values:
+            node = values.pop()
+            if isinstance(node, (ast.Dict, ast.Tuple, ast.List)):
+                values += node.values if isinstance(node, ast.Dict) else node.elts
+            elif isinstance(node, (ast.Constant, ast.BinOp, ast.UnaryOp)):
+                try:
+                    value = eval(ast.unparse(node), {})
+                except NameError:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    continue
+                start, end = (
+                    starts[node.lineno - 1] + node.col_offset,
+                    starts[node.end_lineno - 1] + node.end_col_offset,
+                )
+                before = text.encode()[start:end].decode()
+                for after in (value * 16, value // 16 if isinstance(value, int) else value / 16) if value else ():
+                    yield Mutant(path.relative_to(PACKAGE).as_posix(), node.lineno, start, end, before, repr(after))
+
+
 def left_alone(node: ast.AST) -> list[ast.AST]:
     """Parts of a program in which nothing is changed: annotations, decorators, errors and imports for types."""
     if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom, ast.Assert)):
@@ -156,9 +186,11 @@ def mutants(path: Path) -> Iterator[Mutant]:
     yield from walk(ast.parse(text))
 
 
-def chosen(part: str, count: int, seed: int) -> list[Mutant]:
+def chosen(part: str, count: int, seed: int, constants: bool) -> list[Mutant]:
     """So many faults of a part, from all over it."""
     files = sorted({path for pattern in PARTS[part][0] for path in PACKAGE.glob(pattern)})
+    if constants:
+        return [mutant for path in files for mutant in other_constants(path)]
     every = [mutant for path in files for mutant in mutants(path)]
     random.Random(f"{seed} {part}").shuffle(every)
     return every[:count]
@@ -197,21 +229,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the choice")
     parser.add_argument("--limit", type=int, default=600, help="seconds of a core for the tests of one fault")
     parser.add_argument("--only", metavar="FILE:LINE", help="all faults of one line instead")
+    parser.add_argument("--constants", action="store_true", help="numbers that have a name, instead of anything")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(PACKAGE, copy / "backdrop", ignore=shutil.ignore_patterns("__pycache__"))
         scores = {}
         for part in given.of or PARTS:
-            some = chosen(part, given.count if given.only is None else sys.maxsize, given.seed)
+            file = sorted(PACKAGE.glob(PARTS[part][0][0]))[0].relative_to(PACKAGE).as_posix()
+            if (found := verdict(Mutant(file, 1, 0, 0, "", ""), PARTS[part][1], copy, given.limit)) != "survived":
+                sys.exit(f"the tests of {part} do not pass without a fault ({found}), so they say nothing about faults")
+            count = given.count if given.only is None else sys.maxsize
+            some = chosen(part, count, given.seed, given.constants)
             if given.only:
                 some = [mutant for mutant in some if f"{mutant.file}:{mutant.line}" == given.only]
-            found = []
+            verdicts = []
             for mutant in some:
                 begin = time.monotonic()
-                found.append(verdict(mutant, PARTS[part][1], copy, given.limit))
-                print(f"{found[-1]} ({time.monotonic() - begin:.0f} s): {mutant}", flush=True)
-            scores[part] = found
+                verdicts.append(verdict(mutant, PARTS[part][1], copy, given.limit))
+                print(f"{verdicts[-1]} ({time.monotonic() - begin:.0f} s): {mutant}", flush=True)
+            scores[part] = verdicts
         for part, found in scores.items():
             print(f"{part}: {len(found) - found.count('survived')} of {len(found)} faults were seen")
 

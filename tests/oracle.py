@@ -39,13 +39,14 @@ def weights(mask, shape, dims, patch, p, scale):
 
 
 def inclusion(norms, k, floor):
-    """(1 - floor) min(1, n / tau) + floor k / N, with the tau for which these add up to k."""
-    sure = set()
+    """b + (1 - b) min(1, n / tau) with b = floor k / N, and the tau for which these add up to k."""
+    base, sure = floor * k / len(norms), set()
+    k = (k - base * len(norms)) / (1 - base)
     while True:  # those beyond 1 are 1, and the others share what is left
         rest = sum(n for u, n in enumerate(norms) if u not in sure)
         share = [1.0 if u in sure else n * (k - len(sure)) / rest for u, n in enumerate(norms)]
         if max(share) <= 1 + 1e-12:
-            return [(1 - floor) * pi + floor * k / len(norms) for pi in share]
+            return [base + (1 - base) * pi for pi in share]
         sure |= {u for u, pi in enumerate(share) if pi > 1}
 
 

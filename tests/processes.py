@@ -1,4 +1,7 @@
-"""Runs a function in several processes that form a torch.distributed group over gloo."""
+"""Runs a function in several processes that form a torch.distributed group over gloo.
+
+They are forked from a server that has imported torch already.
+"""
 
 import datetime
 import io
@@ -10,17 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from spawned import CONTEXT
 
 
 def run(function, world, *args, timeout=60):
     """What `function(rank, *args)` returns in each of `world` processes, by rank; None for one that dies."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
+    results = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         workers = [
-            context.Process(target=_work, args=(function, rank, world, str(store), timeout, results, args))
+            CONTEXT.Process(target=_work, args=(function, rank, world, str(store), timeout, results, args))
             for rank in range(world)
         ]
         try:

@@ -25,7 +25,7 @@ class _Process(multiprocessing.get_context("forkserver").Process):
 
 CONTEXT = type(multiprocessing.get_context("forkserver"))()
 CONTEXT.Process = _Process
-CONTEXT.set_forkserver_preload(["warmed"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "backdrop", "warmed"])  # as far as they can be imported
 
 
 class Command:
@@ -70,7 +70,6 @@ def _command(args, output, env, limit):
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python has it from the start; the server may not
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    import backdrop.experiments.commands  # noqa: F401
     from backdrop.cli import app
 
     sys.argv = ["backdrop", *args]

@@ -56,17 +56,20 @@ def test_informed_masks_may_drop_more():
 
 @pytest.mark.parametrize("skew", [0.3, 1.0, 3.0])
 def test_what_a_line_makes_of_the_variance_of_informed_masks(skew):
-    """Without a floor convex in the odds, and 0 at 0; a floor adds a part that is there at once (docs/theory.md)."""
+    """Convex in the odds, and 0 at 0; with a floor no more than that of fewer units (docs/theory.md)."""
     torch.manual_seed(0)
     sizes, odds = torch.exp(skew * torch.randn(1, 200, dtype=torch.float64)), [i / 10 for i in range(301)]
     without, with_floor = (
         torch.stack([((1 / inclusion_probabilities(sizes, 200 / (1 + h), f) - 1) * sizes.square()).sum() for h in odds])
         for f in (0.0, 0.1)
     )
-    assert without[0].abs() < 1e-9 * without[-1]
-    assert (without.diff().diff() >= -1e-9 * without[-1]).all()
-    at_once = 0.1 / 0.9 * sizes.square().sum()
-    assert (with_floor <= without / 0.9 + at_once).all()
+    for found in (without, with_floor):
+        assert found[0].abs() < 1e-9 * found[-1]
+        assert (found.diff().diff() >= -1e-9 * found[-1]).all()
+    assert (with_floor >= without * (1 - 1e-9)).all()
+    fewer = [(1 + h) / 0.9 - 0.1 / 0.9 for h in odds]  # N / k of k (1 - f) / (1 - f k / N) units
+    bound = [((1 / inclusion_probabilities(sizes, 200 / n, 0.0) - 1) * sizes.square()).sum() for n in fewer]
+    assert (with_floor <= torch.stack(bound) * (1 + 1e-9)).all()
 
 
 class TwoMasks(nn.Module):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import backdrop.experiments.commands  # noqa: F401  # adds the command
 import made_up
 from backdrop import cli
 from backdrop.experiments.report.statistics import Results

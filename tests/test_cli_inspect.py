@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import backdrop.placement.command  # noqa: F401  # adds the command
 from backdrop import cli
 from backdrop.placement.suggest import suggest
 

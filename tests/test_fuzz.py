@@ -79,11 +79,18 @@ def broken(original, *args):
 
 
 def test_it_runs_with_new_examples_each_time():
-    runs = [
-        subprocess.run([sys.executable, SCRIPT, *more], capture_output=True, text=True)
-        for more in (["--examples", "0"], ["--examples", "0"], ["--examples", "40", "--seed", "11"])
-    ]
-    assert [run.returncode for run in runs] == [0, 0, 0], runs[2].stdout[-2000:] + runs[2].stderr[-2000:]
-    seeds = [re.match(r"seed (\d+)\n", run.stdout)[1] for run in runs]
+    code = """
+import runpy, sys
+for more in ([], [], ["--seed", "11"]):
+    sys.argv[1:] = ["--examples", "40" if more else "0", *more]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        print("CODE", int(end.code))
+"""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); sys.argv[0] = {str(SCRIPT)!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.count("CODE 0\n") == 3, done.stdout[-2000:] + done.stderr[-2000:]
+    seeds = re.findall(r"^seed (\d+)\n", done.stdout, re.MULTILINE)
     assert seeds[0] != seeds[1]
-    assert "40 examples with the seed 11: 0 failures" in runs[2].stdout
+    assert "40 examples with the seed 11: 0 failures" in done.stdout

@@ -19,11 +19,11 @@ CONVOLUTIONS = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3, str
 # Files of a step, which may become fewer and not more. The engine's are to be 8 once.
 STEPS = {
     "layer": (lambda: Backdrop2d(0.9), (4, 1, 32, 32), 6),
-    "positions": (lambda: skip_blocked(nn.Sequential(*CONVOLUTIONS), when="always"), (4, 1, 32, 32), 19),
+    "positions": (lambda: skip_blocked(nn.Sequential(*CONVOLUTIONS), when="always"), (4, 1, 32, 32), 15),
     "samples": (
         lambda: skip_blocked(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), Backdrop(0.9)), when="always"),
         (64, 16),
-        13,
+        11,
     ),
 }
 

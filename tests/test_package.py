@@ -226,3 +226,20 @@ def test_no_package_knows_the_private_names_of_another():
             if parts[0] == "backdrop" and any(own[: len(owner)] != owner for owner in owners):
                 found.append(f"{path.relative_to(source)}, line {line}: {'.'.join(parts)}")
     assert not found
+
+
+def test_no_package_takes_the_private_attributes_of_anothers_objects():
+    source = ROOT / "src" / "backdrop"
+    known, taken = {}, []
+    for path in sorted(source.rglob("*.py")):
+        package = path.relative_to(source).parts[0]
+        own = known.setdefault(package, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                own |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
+                taken.append((package, node.attr, f"{path.relative_to(source)}, line {node.lineno}: {node.attr}"))
+    theirs = {name for own in known.values() for name in own}
+    assert not [where for package, name, where in taken if name in theirs - known[package]]

@@ -25,7 +25,16 @@ MEASURED = [task for task in TASKS if (ROOT / "results" / task / "trials.json").
 STUDIES = [path for task in TASKS for path in sorted((ROOT / "results" / task).glob("*.json"))]
 
 
-JUDGED_BY_VALIDATION = ("choice", "small-choice", "small-mask", "small-frozen", "variants", "turned")
+JUDGED_BY_VALIDATION = (
+    "choice",
+    "small-choice",
+    "small-mask",
+    "small-frozen",
+    "variants",
+    "turned",
+    "half-choice",
+    "quick-choice",
+)
 
 
 class Told:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import faulthandler
-import json
 import multiprocessing
 import os
 import re
@@ -16,8 +15,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
-import backdrop.experiments.commands
-import backdrop.placement.command
+import backdrop
 from backdrop import cli
 from backdrop.experiments import cache, fetch, tasks, train
 from backdrop.experiments.study import plan as plan_module
@@ -194,18 +192,6 @@ def test_a_study_in_a_json_file_runs_nothing(tmp_path, monkeypatch, task):
     assert "evil" not in sys.modules
 
 
-def test_a_study_without_optuna_runs_nothing(tmp_path):
-    task, mark = evil(tmp_path)
-    spec, _ = of_strangers(tmp_path / "made/journal.log", task)
-    home = tmp_path / "runs/plain"
-    home.mkdir(parents=True)
-    (home / "study.json").write_text(json.dumps(dataclasses.asdict(spec)))
-    assert "0 of 0 trials done" in run("status", "plain")
-    run("status")
-    run("report", "plain", "--format", "csv")
-    assert not mark.exists()
-
-
 @pytest.mark.parametrize(
     "text", ["__import__('os').mkdir('run')", "1+1", "[1]", "!!python/object/apply:os.mkdir [run]"]
 )
@@ -374,7 +360,6 @@ with drawing.style():
     assert not mpl.rcParams["text.usetex"]
     assert mpl.rcParams["font.size"] < 20
 subprocess.Popen = None  # nothing is started
-import backdrop.experiments.commands
 from backdrop.cli import app
 app(["report", "study.json", "--format", "png"])
 """

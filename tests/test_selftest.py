@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import backdrop
 from backdrop import cli, selftest
-from backdrop._core import installed
+from backdrop._core import code
 
 
 def test_it_runs_in_a_process_of_its_own():
@@ -29,7 +29,7 @@ def test_it_finds_what_is_broken(monkeypatch, capsys):
 
 
 def test_the_namesake_is_refused(tmp_path, monkeypatch):
-    installed.refuse_namesake()
+    code.refuse_namesake()
     (tmp_path / "backdrop-0.0.3.dist-info").mkdir()
     (tmp_path / "backdrop-0.0.3.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: backdrop\nVersion: 0.0.3\n"
@@ -37,7 +37,7 @@ def test_the_namesake_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.metadata.version("backdrop") == "0.0.3"
     with pytest.raises(ImportError, match=r"unrelated package 'backdrop' 0\.0\.3 is installed.*pip uninstall backdrop"):
-        installed.refuse_namesake()
+        code.refuse_namesake()
 
 
 def test_the_command_says_its_version():

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import processes
 from backdrop import Backdrop, Backdrop1d, Skip
-from backdrop._core.seeds import generator_for
+from backdrop._core.draw import generator_for
 from backdrop._shared import CHECK_EVERY, SharedDraw
 from backdrop.distributed import Joined, agree
 from backdrop.functional import draw_weight

@@ -19,6 +19,9 @@ CASES = {
     "samples": ((12, 3), {"p": 0.75, "dims": 0}),
     "samples exact": ((12, 3), {"p": 0.75, "dims": 0, "exact": True}),
     "samples without a floor": ((12, 3), {"p": 0.5, "dims": 0, "exact": True, "floor": 0.0, "scale": "eq1"}),
+    "scores": ((12,), {"p": 0.5, "dims": 0, "exact": True}),
+    "scores without a floor": ((30, 1), {"p": 0.8, "dims": 0, "exact": True, "floor": 0.0}),
+    "one channel": ((6, 1, 5, 4), {"p": 0.8, "dims": (0, 2, 3), "exact": True}),
     "positions": ((6, 2, 5, 4), {"p": 0.8, "dims": (0, 2, 3), "exact": True}),
     "patches": ((6, 2, 7), {"p": 0.5, "dims": (2, 0), "patch": 3}),
     "shared positions": ((6, 2, 5, 4), {"p": 0.8, "dims": (2, 3), "patch": 2, "exact": True}),
@@ -42,17 +45,24 @@ def gradients(step, shape):
     return found.pow(3) * (step != 2)
 
 
-def ours(x, rank, world, uneven):
-    if not uneven:
+SPLITS = {  # where the parts of two and of three processes end
+    "one": ([1, None], [1, 2, None]),
+    "first empty": ([0, None], [0, 1, None]),
+    "others empty": ([None, None], [1, None, None]),
+}
+
+
+def ours(x, rank, world, split):
+    if split == "even" or world == 1:
         return x.tensor_split(world)[rank]
-    ends = [0, *([len(x)] if world == 1 else [1, len(x)] if world == 2 else [1, 1, len(x)])]
+    ends = [0, *(len(x) if end is None else end for end in SPLITS[split][world - 2])]
     return x[ends[rank] : ends[rank + 1]]
 
 
-def steps(layer, shape, rank, world, uneven):
+def steps(layer, shape, rank, world, split):
     found = []
     for step in range(STEPS):
-        grad = ours(gradients(step, shape), rank, world, uneven)
+        grad = ours(gradients(step, shape), rank, world, split)
         x = torch.zeros_like(grad, requires_grad=True)
         y = layer(x)
         y.backward(grad, retain_graph=True)
@@ -66,20 +76,20 @@ def steps(layer, shape, rank, world, uneven):
 def _chosen(rank, world):
     found = {}
     for name, (shape, settings) in CASES.items():
-        for uneven in (False, True):
-            found[name, uneven] = steps(make(settings, uneven=uneven), shape, rank, world, uneven)
+        for split in ("even", *SPLITS):
+            found[name, split] = steps(make(settings, uneven=split != "even"), shape, rank, world, split)
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_choice_over_all_processes(world):
     parts = processes.run(_chosen, world, world)
-    for name, uneven in parts[0]:
+    for name, split in parts[0]:
         shape, settings = CASES[name]
-        alone = steps(make(settings), shape, 0, 1, uneven)
+        alone = steps(make(settings), shape, 0, 1, split)
         for step in range(STEPS):
-            together = torch.cat([part[name, uneven][step] for part in parts])
-            torch.testing.assert_close(together, alone[step], msg=lambda m, n=name, u=uneven: f"{n}, {u}: {m}")
+            together = torch.cat([part[name, split][step] for part in parts])
+            torch.testing.assert_close(together, alone[step], msg=lambda m, n=name, s=split: f"{n}, {s}: {m}")
         assert name == "nothing dropped" or any((g == 0).any() and (g != 0).any() for g in alone)
 
 

@@ -239,11 +239,29 @@ def test_variance_of_the_masks_that_the_library_draws(kind):
 def test_what_the_floor_costs_and_what_it_bounds(floor):
     for seed in range(50):
         squares, size, k = contributions(20, seed).square().sum(1), 20, 5
-        guess = contributions(20, seed + 100).norm(dim=1)  # which says nothing about them
-        guesses = [oracle.inclusion(guess.tolist(), k, f) for f in (0.0, floor)]
+        guess = contributions(20, seed + 100).norm(dim=1).pow(1 + seed % 3)  # which says nothing about them
+        fewer = k * (1 - floor) / (1 - floor * k / size)
+        assert k * (1 - floor) <= fewer <= k
+        guesses = [oracle.inclusion(guess.tolist(), *how) for how in ((fewer, 0.0), (k, floor))]
         without, mixed = torch.tensor(guesses, dtype=torch.float64)
-        assert (squares / mixed).sum() <= (squares / without).sum() / (1 - floor) * (1 + 1e-9)
+        assert (mixed[without >= 1] == 1).all()
+        assert (squares * (1 / mixed - 1)).sum() <= (squares * (1 / without - 1)).sum() * (1 + 1e-9)
         assert (squares / mixed).sum() <= squares.sum() * size / k / floor * (1 + 1e-9)
+
+
+def test_both_signs_keep_their_share():
+    """What contributions have in common is then no noise where gradients add up to zero, and masks are unbiased."""
+    torch.manual_seed(7)
+    g, draws, squares = torch.rand(40, dtype=torch.float64) + 0.5, 10_000, []
+    g[:20] *= -1
+    pi = torch.tensor(oracle.inclusion(g.abs().tolist(), 8, FLOOR), dtype=torch.float64)
+    for sizes in (g, g.abs()):
+        weights = drawn("informed exact", sizes, draws, 0.8)
+        assert ((weights > 0).sum(1) == 8).all()
+        bounds = [allowed(1 / q - 1, 1 / q, draws) for q in pi.tolist()]
+        assert ((weights.mean(0) - 1).abs() <= torch.tensor(bounds)).all()
+        squares.append((weights @ g).square().mean())
+    assert squares[0] < 0.2 * squares[1]
 
 
 def test_what_choosing_by_the_gradient_that_arrives_costs():

@@ -81,7 +81,7 @@ class Tiny(Task):
 def measured():
     """Whether this is no trial, but the few steps by which `run` knows how long trials take."""
     frame = sys._getframe()
-    while frame and frame.f_code.co_name != "cost":
+    while frame and frame.f_code.co_name != "measure":
         frame = frame.f_back
     return frame is not None
 

@@ -7,7 +7,6 @@ import tempfile
 import optuna.storages  # noqa: F401
 from lightning.fabric import fabric
 
-import backdrop.experiments.commands
 import backdrop.experiments.report.tables
 import backdrop.experiments.study.workers
 from backdrop.cli import app

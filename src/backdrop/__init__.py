@@ -5,7 +5,7 @@
 Backdrop2d(p=0.99, patch=4)
 """
 
-from backdrop._core.installed import refuse_namesake
+from backdrop._core.code import refuse_namesake
 
 refuse_namesake()  # before anything of it may be imported
 

@@ -37,9 +37,8 @@ from torch import Tensor
 from backdrop import functional
 from backdrop._core import informed
 from backdrop._core.checks import Choose, Dims, Patch, Probability, Scale, check_dims, check_not_batched, is_readable
-from backdrop._core.draw import checkpoint_rerun, is_zero, make_lattice, spread
+from backdrop._core.draw import checkpoint_rerun, generator_for, is_zero, make_lattice, spread
 from backdrop._core.product import multiply, names_backdrop
-from backdrop._core.seeds import generator_for
 from backdrop.distributed import Group, exchange, gather_parts, resolve
 
 CHECK_EVERY = 8  # steps

@@ -1,11 +1,13 @@
-"""The command `backdrop`. What it does lives elsewhere, and is imported only when it is asked for."""
+"""The command `backdrop`: errors in one message, and all commands. What they do is imported when it is asked for."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from backdrop._core.installed import how_to_install
+from backdrop._core.code import how_to_install
 
 try:
     import typer
@@ -14,9 +16,40 @@ try:
     from rich.text import Text
     from typer.core import TyperCommand
 
-    from backdrop._app import App, app
+    from backdrop.experiments import commands as studies
+    from backdrop.placement import command as models
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; the command needs: {how_to_install('experiments')}") from None
+
+
+class App(typer.Typer):
+    """Commands that say in one message, without a traceback, what a user can do something about."""
+
+    def command(  # type: ignore[override]  # takes what Typer's own takes
+        self, *args: Any, **kwargs: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        add = super().command(*args, **kwargs)
+        return lambda command: add(_errors_in_red(command))
+
+
+app = App(no_args_is_help=True, add_completion=False, help="Stochastic backpropagation: the experiments of the paper.")
+
+
+def _errors_in_red(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except typer.Exit:
+            raise
+        except ModuleNotFoundError as error:
+            problem = f"{error}; it comes with: {how_to_install('experiments')}"
+        except (OSError, TypeError, ValueError, RuntimeError) as error:
+            problem = str(error)
+        Console(stderr=True).print(Text(problem, "red"), soft_wrap=True)
+        raise typer.Exit(1)
+
+    return call
 
 
 def _version(wanted: bool) -> None:
@@ -187,8 +220,9 @@ def info(root: Root = None) -> None:
             console.print(Text(row.problem, "red" if row.present else ""), soft_wrap=True)
 
 
-def main() -> None:
-    import backdrop.experiments.commands  # adds the commands that run studies
-    import backdrop.placement.command  # noqa: F401  # adds the one that looks at models
+for each in (*studies.COMMANDS, *models.COMMANDS):
+    app.command()(each)
 
+
+def main() -> None:
     app()

@@ -161,11 +161,11 @@ def choose_weight(
 ) -> Tensor:
     """Draw what a gradient is multiplied by if its units are chosen by their size: `backdrop` with choose="gradient".
 
-    A unit with gradient g_u is kept with probability pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N and weighs
-    1 / pi_u; tau is such that the pi_u of a group of N units add up to k = N (1 - p). With `exact` just k units are
-    kept, rounded to a whole number, and otherwise each by itself, but at least one. Where all gradients are alike, or
-    zero, units are chosen uniformly; infinite and NaN ones are kept first. With floor=0 a unit without a gradient is
-    never kept. With scale "eq1" weights are multiplied
+    A unit with gradient g_u is kept with probability pi_u = b + (1 - b) min(1, |g_u| / tau), b = floor k / N, and
+    weighs 1 / pi_u; tau is such that the pi_u of a group of N units add up to k = N (1 - p). With `exact` just k units
+    are kept, rounded to a whole number, of both signs their share where each has one number alone; otherwise each unit
+    by itself, but at least one. Where all gradients are alike, or zero, units are chosen uniformly; infinite and NaN
+    ones are kept first. With floor=0 a unit without a gradient is never kept. With scale "eq1" weights are multiplied
     by 1 - p, with None they are 1, which is biased.
 
     Examples:

@@ -131,11 +131,11 @@ class Backdrop(nn.Module):
         self.floor = floor
         self.generator = generator
         self._across = None if group is None else SharedDraw(group, uneven)
-        self._number = marks.register(self)
+        marks.register(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._number = marks.register(self)
+        marks.register(self)
 
     @property
     def group(self) -> Group:
@@ -178,7 +178,7 @@ class Backdrop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if marks.CAPTURING and torch.compiler.is_compiling():
-            return marks.mark(x, self._number)
+            return marks.mark(x, self)
         if self._across is not None and (self.generator is not None or resolve(self._across.group) is not None):
             return self._forward_shared(x)
         if self._weighs_itself:

@@ -205,7 +205,7 @@ class VarianceBudget(Schedule):
     steps have half of the h that fits, and a few have more of it, so that its mean is what fits. Nothing is computed
     besides: `step` reads some of the numbers in `.grad`, which have to be there, so it goes between `backward()` and
     `zero_grad()`. For uniform masks this is what the theory says (docs/theory.md). That of informed ones grows faster
-    than h, and is then overestimated; but what their floor adds for any p may be taken for the batches' part.
+    than h, and is then overestimated.
 
     Args:
         target: a model, or Backdrop layers; then say `parameters`.

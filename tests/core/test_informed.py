@@ -22,6 +22,8 @@ SIGMAS = 6.5  # a normal number lies beyond once in 1.2e10 times: below 1e-6 for
 def by_bisection(norms, number):
     """pi = min(1, n / tau) with the tau for which they add up to the number."""
     some = [n for n in norms if n > 0]
+    if number == 0:
+        return [0.0] * len(norms)
     if len(some) <= number:
         others = len(norms) - len(some)
         return [1.0 if n > 0 else (number - len(some)) / others for n in norms]
@@ -41,8 +43,11 @@ def test_inclusion_probabilities(norms, share, floor):
     number = max(0.05, share * len(norms))
     found = informed.inclusion_probabilities(torch.tensor([norms], dtype=torch.float64), number, floor)[0]
     uniform = number / len(norms)
-    expected = by_bisection(norms, number) if any(norms) else [uniform] * len(norms)
-    expected = [(1 - floor) * pi + floor * uniform for pi in expected]
+    base = floor * uniform
+    left = (number - base * len(norms)) / (1 - base) if base < 1 else 0.0
+    expected = by_bisection(norms, left)
+    expected = [base + (1 - base) * pi for pi in expected]
+    assert min(expected) >= base - 1e-12
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
     assert found.sum().item() == pytest.approx(number)
 
@@ -89,10 +94,21 @@ def test_independent_choices_by_enumeration():
     torch.testing.assert_close(found, expected[0])
 
 
+def dims_of(dims):
+    return (dims,) if isinstance(dims, int) else dims
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(
     ("shape", "dims", "patch"),
-    [((5, 3), 0, 1), ((2, 3, 7), (0, 2), 3), ((2, 3, 5, 4), (2, 3), (2, 3)), ((4,), 0, 1), ((3, 2, 6), (-1, 0), 4)],
+    [
+        ((5, 3), 0, 1),
+        ((2, 3, 7), (0, 2), 3),
+        ((2, 3, 5, 4), (2, 3), (2, 3)),
+        ((4,), 0, 1),
+        ((3, 2, 6), (-1, 0), 4),
+        ((3, 1, 6), (0, 2), 1),
+    ],
 )
 def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
     torch.manual_seed(0)
@@ -104,7 +120,9 @@ def test_sizes_of_the_gradients_of_units(dtype, shape, dims, patch):
     for index in itertools.product(*map(range, shape)):
         unit = tuple(i // sides[axis] if axis in sides else 0 for axis, i in enumerate(index))
         expected[unit] += abs(grad[index].item()) ** 2
-    torch.testing.assert_close(found.flatten(), expected.sqrt().flatten(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.abs().flatten(), expected.sqrt().flatten(), rtol=1e-5, atol=1e-6)
+    one_number_each = 0 in dims_of(dims) and lattice.shape == shape and not dtype.is_complex
+    assert (found.sign() == (grad.reshape(found.shape).sign() if one_number_each else 1)).all()
 
 
 @pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e300, 1.7e308])
@@ -133,7 +151,7 @@ def test_the_fast_way_to_sizes(dtype, shape, others):
     torch.manual_seed(0)
     grad = torch.randn(shape).to(dtype)
     plain = torch.linalg.vector_norm(grad.double(), dim=others, keepdim=True)
-    torch.testing.assert_close(informed._norms_by_parts(grad, others).double(), plain, rtol=1e-5, atol=0)
+    torch.testing.assert_close(informed._norms_of_columns(grad, others).double(), plain, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("power", [0, 1, 4, 20])
@@ -147,6 +165,7 @@ def test_the_fast_way_to_probabilities(power, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(informed, "_is_readable", lambda x: False)
             plain = informed.inclusion_probabilities(norms, number, 0.0)
+            assert fast is None or torch.allclose(fast, plain, rtol=1e-9, atol=1e-12)
         found.append(fast is not None)
         torch.testing.assert_close(informed.inclusion_probabilities(norms, number, 0.0), plain, rtol=1e-9, atol=1e-12)
     assert any(found)
@@ -160,6 +179,16 @@ def test_orders_are_permutations(size):
     assert (orders.sort(1).values == torch.arange(size)).all()
     firsts = torch.bincount(orders[:, 0], minlength=size) / 4000
     assert ((firsts - 1 / size).abs() <= math.sqrt(math.log(2e9 * size) / 8000)).all()
+
+
+@pytest.mark.parametrize("dead", [0.0, 1e-30])
+def test_sizes_beside_units_without_a_gradient(dead):
+    """In single precision too, which cannot square what is nothing beside the others."""
+    grad = torch.full((6, 3, 5), 2.0)
+    grad[::2] = dead
+    found = informed.unit_norms((grad, make_lattice(grad.shape, (0, 2), 1)))
+    expected = torch.linalg.vector_norm(grad.double(), dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 CASES = [

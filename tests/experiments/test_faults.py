@@ -24,7 +24,8 @@ from backdrop.experiments.study.storage import open_storage
 from backdrop.experiments.study.study import Study
 from backdrop.experiments.study.worker import work
 from backdrop.experiments.tasks import find_task
-from backdrop.experiments.train import Options, told
+from backdrop.experiments.train import Options
+from backdrop.experiments.training import told
 from spawned import CONTEXT, DEADLINE, Command, wait_until
 from tiny_task import FILE, noted
 

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
-import backdrop.experiments.commands  # noqa: F401  # adds the commands
 from backdrop import cli
 from backdrop.experiments.study import alive, journal, lookup
 from backdrop.experiments.study import plan as plan_module

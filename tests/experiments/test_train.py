@@ -22,6 +22,7 @@ from backdrop.experiments.steps import WARM, Recorded, RecordingError
 from backdrop.experiments.task import Examples, Preset, Settings, Task
 from backdrop.experiments.tasks import AUC, GP, Latent
 from backdrop.experiments.train import Diverged, Options, fit
+from backdrop.experiments.training import Training
 from tiny_task import Tiny
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -467,7 +468,7 @@ def test_two_processes_resume_bit_identically(tmp_path, two_processes):
 
 def one_epoch(fabric, settings, folder):
     torch.set_num_threads(1)
-    training = train._Training(
+    training = Training(
         fabric, FakeAUC(AUC.Settings(**settings)), Path(folder), Options(accelerator="cpu", devices=2, threads=1)
     )
     row = training._train_epoch() | {"seconds": 1.0}
@@ -610,14 +611,14 @@ def test_networks_with_masks_over_all_processes_are_compiled_in_one_piece(tmp_pa
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_replay_of_a_recorded_step_has_masks_of_its_own(tmp_path, monkeypatch, recordings, compiled, p):
     # The weights stay where they are, so without masks all steps have the same gradients.
-    found, step = [], train._Training._step
+    found, step = [], Training.step
 
     def record(self, rows):
         loss = step(self, rows)
         found.append(torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()]).double())
         return loss
 
-    monkeypatch.setattr(train._Training, "_step", record)
+    monkeypatch.setattr(Training, "step", record)
     still = {"lr": 1e-30, "weight_decay": 0.0, "precision": "64-true"}
     gp(
         tmp_path,

@@ -41,6 +41,42 @@ def maps(y):
     return y.mT.unflatten(2, (H, W))
 
 
+AT = torch.randn(N, C, H, W, generator=FIXED).argsort(1)
+
+
+def depth_to_space(x):
+    return x.view(N, 2, 2, C // 4, H, W).permute(0, 3, 4, 1, 5, 2).reshape(N, C // 4, 2 * H, 2 * W)
+
+
+def nearest_by_expand(x):
+    return x[..., None, :, None].expand(-1, -1, -1, 2, -1, 2).reshape(N, C, 2 * H, 2 * W)
+
+
+def shifted_in_part(x):
+    y = torch.zeros_like(x)
+    y[:, :2] = x[:, 2:]
+    y[:, 2:, ...] = x[:, :2] * 2
+    return y
+
+
+def set_where(x):
+    y = x.sin()
+    y[x > 0.3] = 0.1
+    return y
+
+
+def set_at_borders(x):
+    y = x * 2
+    y[:, :, 0], y[:, :, -1] = 0.0, 1.0
+    return y
+
+
+def set_for_some(x):
+    y = x * 2
+    y[1:] = x[:-1]
+    return y
+
+
 HIDDEN = torch.zeros(4, 12, 12, dtype=torch.float64)
 HIDDEN[2:, :6, 6:] = -100.0
 
@@ -103,7 +139,7 @@ FUNCTIONS = [
     ("channel_shuffle", lambda x: F.channel_shuffle(x, 2), ALL, ALL),
     ("unfold", lambda x: F.unfold(x, 3, padding=1).unflatten(2, (H, W)), "reshapes", ALL),
     ("fold", lambda x: F.fold(F.unfold(x, 3, padding=1), (H, W), 3, padding=1), "unfold|fold", ALL),
-    ("Tensor.unfold", lambda x: x.unfold(2, 2, 2).mean(-1), "no rule|mixes|unfold", ALL),
+    ("Tensor.unfold", lambda x: x.unfold(2, 2, 2).mean(-1), ALL, ALL),
     ("squeeze-and-excite", lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), "goes elsewhere", ALL),
     ("sum over positions", lambda x: x + x.sum((2, 3), keepdim=True), "goes elsewhere", ALL),
     ("mean over channels", lambda x: x - x.mean(1, keepdim=True), ALL, ALL),
@@ -168,8 +204,57 @@ FUNCTIONS = [
     ),
     ("grid_sample", lambda x: F.grid_sample(x, GRID, align_corners=False), "no rule|grid", ALL),
     ("fft", lambda x: torch.fft.fft2(x).real, "no rule|fft", ALL),
-    ("tril", lambda x: x.tril(), "no rule|tril", ALL),
+    ("tril", lambda x: x.tril(), "mixes positions", ALL),
     ("glu", lambda x: F.glu(x, 1), ALL, ALL),
+    ("lp_pool", lambda x: F.lp_pool2d(x.abs() + 0.1, 3, 3, 2), ALL, ALL),
+    ("lp_pool, ceil_mode", lambda x: F.lp_pool2d(x.abs() + 0.1, 2, 3, 2, ceil_mode=True), "ceil_mode", ALL),
+    ("max_pool, dilated, ceil_mode", lambda x: F.max_pool2d(x, 2, 2, 1, dilation=2, ceil_mode=True), ALL, ALL),
+    ("max_pool, indices", lambda x: F.max_pool2d(x, 2, return_indices=True)[0], "return_indices", ALL),
+    ("max_unpool", lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2), "by an index", ALL),
+    ("interpolate, area", lambda x: F.interpolate(x, (3, 4), mode="area"), ALL, ALL),
+    ("index_add", lambda x: x.index_add(1, ROW, x[:, :3].sin()), ALL, ALL),
+    ("index_add along a masked axis", lambda x: x.index_add(2, ROW, x[:, :, :3].sin()), "mixes positions", ALL),
+    ("index_copy", lambda x: x.index_copy(1, ROW, x[:, :3].sin()), ALL, ALL),
+    ("index_fill of samples", lambda x: x.index_fill(0, ROW, 0.3), "mixes samples", "mixes samples"),
+    ("scatter", lambda x: x.scatter(1, AT, x.sin()), ALL, ALL),
+    ("scatter_add", lambda x: x.scatter_add(1, AT, x.sin()), ALL, ALL),
+    ("scatter_reduce", lambda x: x.scatter_reduce(1, AT, x.sin(), "amax"), ALL, ALL),
+    ("scatter along a masked axis", lambda x: x.scatter(2, AT, x.sin()), "mixes positions", ALL),
+    ("scatter over samples", lambda x: x.scatter(0, AT % N, x.sin()), "mixes samples", "mixes samples"),
+    ("take_along_dim", lambda x: torch.take_along_dim(x, x.argsort(1), 1), ALL, ALL),
+    ("index, listed", lambda x: x[:, [0, 2, 3]], ALL, ALL),
+    ("narrow", lambda x: x.narrow(3, 1, 5).narrow(1, 0, 2), ALL, ALL),
+    ("repeat_interleave", lambda x: x.repeat_interleave(2, 2).repeat_interleave(3, dim=3), ALL, ALL),
+    ("repeat_interleave of samples", lambda x: x[:2].repeat_interleave(2, 0), "repeats samples", "repeats samples"),
+    ("diff", lambda x: x.diff(dim=3).diff(dim=1), ALL, ALL),
+    ("diff with more", lambda x: x.diff(dim=3, prepend=x[..., :1]), "mixes positions", ALL),
+    ("Tensor.unfold along a masked axis", lambda x: x.unfold(2, 3, 1).amax(-1), ALL, ALL),
+    ("patches by unfold", lambda x: x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4).mean(-1), ALL, ALL),
+    ("depth to space", depth_to_space, ALL, ALL),
+    ("depth to space along one axis", lambda x: x.unflatten(1, (2, 2)).permute(0, 2, 3, 1, 4).flatten(2, 3), ALL, ALL),
+    ("space to depth", lambda x: x.view(N, C, 3, 2, 4, 2).permute(0, 3, 5, 1, 2, 4).reshape(N, 4 * C, 3, 4), ALL, ALL),
+    ("means of patches", lambda x: x.reshape(N, C, 3, 2, 4, 2).mean((3, 5)), ALL, ALL),
+    ("one cell of each patch", lambda x: x.unflatten(3, (2, 4))[:, :, :, 0], "reshapes", ALL),
+    (
+        "nearest by expand",
+        lambda x: x[..., None, :, None].expand(-1, -1, -1, 2, -1, 2).reshape(N, C, 2 * H, -1),
+        ALL,
+        ALL,
+    ),
+    ("complex numbers", lambda x: torch.complex(x, x.sin()).imag + torch.complex(x.cos(), x).real, ALL, ALL),
+    ("pairs as complex numbers", lambda x: torch.view_as_complex(torch.stack([x, x.sin()], -1)).abs(), ALL, ALL),
+    ("complex numbers as pairs", lambda x: torch.view_as_real(torch.polar(x.exp(), x)).sum(-1), ALL, ALL),
+    ("set to values", shifted_in_part, ALL, ALL),
+    ("set where", set_where, ALL, ALL),
+    ("set at borders", set_at_borders, "writes to one of", ALL),
+    ("set for some samples", set_for_some, "writes to some of the samples", "writes to some of the samples"),
+    ("cross", lambda x: torch.cross(x[:, :3], x[:, 1:], dim=1), ALL, ALL),
+    ("tensordot", lambda x: torch.tensordot(x, MATRIX, ([1], [0])).movedim(-1, 1), ALL, ALL),
+    ("hstack", lambda x: torch.hstack([x, x.sin()]), ALL, ALL),
+    ("one_hot", lambda x: x * F.one_hot(PLANE.long() % 3, 4).movedim(-1, 0), ALL, ALL),
+    ("quantile", lambda x: x.quantile(0.5, 1, keepdim=True), ALL, ALL),
+    ("special functions", lambda x: torch.special.expit(x) + torch.erfinv(x / 2) + torch.lgamma(x.exp()), ALL, ALL),
+    ("broadcast_tensors", lambda x: torch.broadcast_tensors(x, x[:, :1])[1], ALL, ALL),
     (
         "attention over tokens",
         lambda x: maps(F.scaled_dot_product_attention(heads(x), heads(x).sin(), heads(x)).transpose(1, 2).flatten(2)),

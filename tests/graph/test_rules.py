@@ -13,6 +13,7 @@ from torch import fx
 
 from backdrop.graph import Slide, UnsupportedError, Where
 from backdrop.graph.table import Call, find, rule_of
+from backdrop.graph.trace import set_cells  # noqa: F401
 
 
 def numbers(*shape, seed=0):
@@ -22,6 +23,8 @@ def numbers(*shape, seed=0):
 D = torch.float64
 X, M4, M6, M8 = numbers(4, 4, 6, 8), numbers(4, 4), numbers(6, 6), numbers(8, 8)
 ROW, ROWS = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 0, 1, 3, 2, 4])
+AT = numbers(4, 4, 6, 8, seed=1).argsort(1)
+fx.wrap("set_cells")
 CALLS = {  # functions of a map h (4, 4, 6, 8)
     "sums": """
         h.sum(0) | h.sum(-4) | h.sum([0, 1]) | h.sum(dim=(1, 0), keepdim=True) | h.sum(axis=0) | torch.sum(h, 1)
@@ -208,6 +211,56 @@ CALLS = {  # functions of a map h (4, 4, 6, 8)
         F.scaled_dot_product_attention(h, h[:1] * 2, h[:1]) | F.embedding(h.argmax(1), M4)
         F.embedding(torch.arange(4), h[:, :, 0, 0]) | F.embedding(h.argmax(0), M4)
     """,
+    "put by an index": """
+        h.index_add(1, ROW, h * 2) | h.index_add(0, ROW, h * 2) | torch.index_add(h, 2, ROW, h[:, :, :4], alpha=2)
+        h.index_copy(1, ROW, h * 2) | h.index_copy(dim=3, index=ROW, source=h[..., :4]) | h.index_fill(1, ROW[:2], 0.5)
+        h.index_fill(0, ROW[:2], 0.5) | h.scatter(1, AT, h * 2) | h.scatter(1, AT, 0.5) | h.scatter(0, AT, h)
+        h.scatter(2, AT, h) | h.scatter(1, AT[:2], h) | h.scatter_add(1, AT, h * 2)
+        torch.scatter(h, dim=1, index=AT, src=h * 2) | h.scatter_reduce(1, AT, h * 2, "sum") | h.scatter_add(1, AT, h)
+        h.scatter(1, AT[:, :, :3], h)
+    """,
+    "set": """
+        set_cells(h, (slice(None), 0), 0.5) | set_cells(h, (slice(None), slice(1, 3)), h[:, :2]) | set_cells(h, 0, 0.5)
+        set_cells(h, (Ellipsis, slice(2, None)), h[..., :6]) | set_cells(h, (slice(None), slice(None), 1), h[:, :, 0])
+        set_cells(h, (slice(0, 4), 1), h[:, 0]) | set_cells(h, (slice(None), 1), h[0, 0])
+        set_cells(h, Ellipsis, h[:1]) | set_cells(h, (slice(None), None, 1), h[:, :1]) | set_cells(h, h > 0, 0.5)
+        set_cells(h, h[:, :, 0, 0] > 0, 0.5) | set_cells(h, h[..., 0] > 0, 0.5) | set_cells(h, ROW, 0.5)
+        set_cells(h, (slice(None), ROW), h) | set_cells(h, (slice(1, None),), h[:3])
+        set_cells(h, slice(None), h[:, :, :1]) | set_cells(h, (), h * 2)
+    """,
+    "neighbours": """
+        h.diff() | h.diff(dim=0) | h.diff(dim=1) | h.diff(2, 2) | torch.diff(h, dim=-1, prepend=h[..., :1])
+        torch.diff(h, 1, 1, h[:, :1], h[:, :2]) | h.unfold(2, 2, 1) | h.unfold(0, 2, 2) | h.unfold(1, 3, 1)
+        h.unfold(-1, 4, 2) | F.lp_pool2d(h, 2, 2) | F.lp_pool2d(h, 4.0, (3, 1), 2) | F.lp_pool1d(h[:, 0], 2, 3, 2)
+        F.lp_pool2d(h, 2, 5, 4, ceil_mode=True) | F.interpolate(h, (3, 2), mode="area")
+        F.interpolate(h, (3, 3), mode="area") | h.narrow(2, 1, 3) | h.narrow(3, -3, 2)
+        torch.narrow(h, dim=2, start=0, length=6)
+    """,
+    "turned and repeated": """
+        h.fliplr() | h.flipud() | h.rot90() | h.rot90(2, (2, 3)) | torch.rot90(h, 1, [1, 2])
+        h.repeat_interleave(2, 0) | h.repeat_interleave(2, 1) | h.repeat_interleave(3, dim=2) | h.repeat_interleave(2)
+        h.repeat_interleave(ROW, 1) | torch.repeat_interleave(h, ROW, dim=0) | torch.repeat_interleave(h, 2, 3)
+        h.tril() | h.triu(1) | h.mT.tril()
+    """,
+    "complex numbers": """
+        torch.complex(h, h * 2).imag | torch.complex(h, h * 2).real | torch.polar(h.abs(), h).abs()
+        torch.imag(torch.complex(h, h)) | torch.view_as_complex(torch.stack([h, h], -1)).real
+        torch.view_as_real(torch.complex(h, h)) | torch.complex(h, h).angle()
+        torch.view_as_complex(h.unflatten(3, (4, 2))).abs()
+    """,
+    "joined and compared": """
+        torch.hstack([h, h * 2]) | torch.vstack([h, h * 2]) | torch.dstack([h, h * 2])
+        torch.hstack([h[:, 0, 0, 0], h[:, 0, 0, 1]]) | torch.column_stack([h, h * 2])
+        torch.cross(h[:, :3], h[:, 1:], dim=1) | torch.cross(h[:3], h[1:], dim=0)
+        torch.linalg.cross(h[..., :3], h[..., 1:4]) | torch.cross(h[:, :3], h[:1, 1:], dim=1) | F.softmin(h, 1)
+        F.softmin(h, 0) | torch.broadcast_tensors(h, h[:, :1])[1] | torch.broadcast_tensors(h[:1], h)[0]
+        torch.bucketize(h, M4[0].sort()[0]) | h.quantile(0.5, 1) | torch.quantile(h, 0.5, dim=0)
+        h.quantile(0.3, dim=1, keepdim=True) | torch.nanquantile(h, 0.5) | torch.tensordot(h, M4, [[1], [0]])
+        torch.tensordot(M4, h, ([1], [0])) | torch.tensordot(h, M8, 1)
+        torch.tensordot(h, h * 2, ([1, 2, 3], [1, 2, 3])) | F.one_hot(h.argmax(1), 4)
+        F.one_hot(h.argmax(0), num_classes=4) | F.embedding_bag(h[:, :, 0, 0].argsort(1), M4)
+        F.embedding_bag(h[:, :, 0, 0].argsort(1), M4, mode="sum")
+    """,
     "the rest": """
         h.diagonal() | h.tril() | h.new_zeros(4, 4) + h[:, :, 0, 0] | h.to(torch.float32)
         h.type(torch.float32) | h.double() | h + h.new_ones(4, 1, 1, 1)
@@ -261,7 +314,11 @@ def step_of(node, values, axes, **more):
 def same(found, wanted, axis, cells, shape):
     """Whether cells along an axis are the same, of all results that have it."""
     pairs = [(a, b) for a, b in zip(tensors(found), tensors(wanted), strict=True) if b.shape == shape]
-    return all(torch.allclose(a.double(), b.index_select(axis, cells).double(), 1e-9, 1e-12) for a, b in pairs)
+    return all(torch.allclose(wide(a), wide(b.index_select(axis, cells)), 1e-9, 1e-12) for a, b in pairs)
+
+
+def wide(x):
+    return x if x.is_complex() else x.double()
 
 
 def each_text(kind):

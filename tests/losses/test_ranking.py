@@ -23,6 +23,7 @@ from backdrop.losses import (
     average_precision_loss,
     concordance,
     concordance_loss,
+    cox_loss,
     ndcg_loss,
     partial_auc_loss,
     rank_statistic_loss,
@@ -80,7 +81,7 @@ def plain_partial_auc(s, y, w, temperature, share=0.3):
 
 def times_of(s):
     """Times and events that go with these scores: with ties in time, and censored samples among them."""
-    numbers = torch.arange(1, len(s) + 1)  # without a generator, which torch 2.6 cannot compile
+    numbers = torch.arange(1, len(s) + 1, device=s.device)  # without a generator, which torch 2.6 cannot compile
     return (numbers * 7919 % 104729 % max(2, len(s) // 3)).double(), numbers * 31 % 101 < 60
 
 
@@ -627,7 +628,8 @@ def test_a_gpu_computes_the_same(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG"]
+    "name",
+    ["rank statistic", "squared hinge", "partial AUC", "average precision", "concordance", "NDCG", "Spearman", "Cox"],
 )
 @pytest.mark.parametrize("n", [12, 1700])
 def test_under_torch_func(name, n):
@@ -640,6 +642,8 @@ def test_under_torch_func(name, n):
         "average precision": lambda s: average_precision_loss(s, labels, temperature=0.3),
         "concordance": lambda s: concordance_loss(s, torch.arange(n), labels, temperature=0.3),
         "NDCG": lambda s: ndcg_loss(s, labels, temperature=0.3),
+        "Spearman": lambda s: spearman_loss(s, torch.arange(n).sin(), temperature=0.3),
+        "Cox": lambda s: cox_loss(s, torch.arange(n), labels),
     }[name]
     scores = torch.randn(3, n)
     expected = []

@@ -10,8 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backdrop.losses import _soft_ranks, soft_rank
-from backdrop.losses._soft_ranks import SoftSums, coefficients, comparable, sorted_sums, sums, terms_for
-from backdrop.losses.ranking import soft_sums
+from backdrop.losses._soft_ranks import (
+    SoftSums,
+    centred_sums,
+    coefficients,
+    comparable,
+    soft_sums,
+    sorted_sums,
+    sums,
+    terms_for,
+)
 
 EXACT = {torch.float32: 6e-8, torch.float64: 2e-13}  # of each sum by itself, tails included
 SCORES = {
@@ -115,21 +123,42 @@ def test_the_largest_numbers_do_not_overflow(small):
 
 @pytest.mark.parametrize("way", ["matrix", "sorted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [0.2, 5.0])  # for float32 the matrix in float64, and in float32
-def test_gradients_of_the_sums(way, dtype, temperature, monkeypatch):
+@pytest.mark.parametrize("temperature", [1e-3, 0.2, 5.0])  # the first by sigmoids of differences
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("problems", [None, 2])
+def test_gradients_of_the_sums(way, dtype, temperature, weighted, problems, monkeypatch):
     monkeypatch.setattr(_soft_ranks, "PAIRS", 2**40 if way == "matrix" else 0)
-    x = torch.randn(2, 90, dtype=dtype, requires_grad=True)
-    weight = torch.rand(2, 2, 90, dtype=torch.float64)
-    found = soft_sums(x, weight, temperature)
-    factor = torch.randn(found.shape, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((found * factor).sum(), x)
-    wide = x.detach().double().requires_grad_()
-    expected = weight @ torch.sigmoid((wide[:, :, None] - wide[:, None]) / temperature)
+    shape = (90,) if problems is None else (problems, 90)
+    x = torch.randn(shape, dtype=dtype)
+    weight = torch.rand(shape, dtype=torch.float64) if weighted else None
+    found, back = soft_sums(x, weight, temperature)
+    factor = torch.randn(shape, dtype=torch.float64)
+    wide = x.double().requires_grad_()
+    y = torch.sigmoid((wide[..., None, :] - wide[..., None]) / temperature)
+    expected = (y if weight is None else y * weight[..., None, :]).sum(-1)
     (right,) = torch.autograd.grad((expected * factor).sum(), wide)
     close = 3e-7 if dtype == torch.float32 else 1e-12
     torch.testing.assert_close(found, expected, rtol=close, atol=0)
-    assert gradient.dtype == dtype
+    gradient = back(factor)
     assert (gradient - right).norm() <= close * right.norm()
+    centred, back = centred_sums(x, weight, temperature)
+    half = 45 if weight is None else weight.sum(-1, keepdim=True) / 2
+    assert (centred - (expected - half)).norm() <= close * centred.norm()
+    assert torch.equal(back(factor), gradient)
+
+
+@pytest.mark.parametrize("temperature", [1e2, 1e5, 1e9, 1e15])
+@pytest.mark.parametrize("offset", [0.0, 4096.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_centred_sums_keep_their_digits_at_any_temperature(temperature, offset, weighted):
+    """Where sums themselves differ in their last digits only: sigmoid(x) - 1/2 is x / 4 - x^3 / 48 + ..."""
+    x = (torch.randint(2**20, (2, 80)) / 2**20).double() + offset
+    weight = torch.rand(2, 80, dtype=torch.float64) if weighted else None
+    found, _ = centred_sums(x, weight, temperature)
+    apart = (x[:, None] - x[:, :, None]) / temperature
+    terms = apart / 4 - apart**3 / 48 + apart**5 / 480
+    expected = (terms if weight is None else terms * weight[:, None]).sum(-1)
+    assert (found - expected).norm() <= 1e-14 * expected.norm()
 
 
 @pytest.mark.parametrize("n", [50, 3000])
@@ -249,5 +278,5 @@ def test_memory_grows_with_the_scores_not_the_pairs():
     with Largest() as largest:
         soft_rank(scores, temperature=0.1).sum().backward()
     assert largest.numel <= 4 * 20_000  # of 400 million pairs
-    kept = SoftSums.apply(scores[None], torch.ones(1, 1, 20_000, dtype=torch.float64), 0.1, False)[1]
+    kept = SoftSums.apply(scores[None], torch.ones(1, 20_000, dtype=torch.float64), 0.1)[1]
     assert kept.numel() == 20_000

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from backdrop import Backdrop, Backdrop2d, Skip, doctor, gradient_noise, insert
 from backdrop.losses import rank_statistic_loss, squared_hinge_auc_loss
 from backdrop.placement import sites
-from backdrop.placement.diagnosis import _fitting, _needs, check_memory, random_batch
+from backdrop.placement.diagnosis import _needs
+from backdrop.placement.rooms import check_memory, fitting, random_batch
 from backdrop.placement.sites import Way
 from backdrop.placement.steps import Batch, Reading, peak, take_turns
 
@@ -77,7 +78,7 @@ def test_fewer_samples_are_a_half_a_quarter_and_so_on():
     steps = Batch(x, (y,), first)
     taken = peak(lambda: steps.first(2).without_loss().step(model), torch.device("cpu")) / 2
     for times, rows in ((1000, 128), (70, 64), (40, 32), (0, 2)):
-        some, notes = _fitting(model, steps, int(2 * taken * times), torch.device("cpu"))
+        some, notes = fitting(model, steps, int(2 * taken * times), torch.device("cpu"))
         assert (some.rows, bool(notes)) == (rows, rows < 128)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import pickle
 from fractions import Fraction
 
@@ -20,6 +21,7 @@ from foreign import import_or_skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
+FRESH = int(os.environ.get("BACKDROP_FRESH", "0"))  # so many new networks instead of the same few
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 MAX_POOL = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
@@ -145,7 +147,7 @@ def networks(draw, spatial):
 
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
-@settings(max_examples=120)
+@settings(max_examples=FRESH or 40)
 @given(data=st.data())
 def test_footprints_of_random_networks(spatial, data):
     model, shape = data.draw(networks(spatial))
@@ -175,7 +177,7 @@ def series_networks(draw):
     return positive(nn.Sequential(*layers))
 
 
-@settings(max_examples=150)
+@settings(max_examples=FRESH or 50)
 @given(model=series_networks())
 def test_sizes_strides_and_starts_are_those_far_from_the_ends(model):
     cells = 300

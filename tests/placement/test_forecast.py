@@ -31,7 +31,9 @@ def measured(below, above, x, loss, mask, p, informed):
     whole = torch.autograd.grad(value, [*parameters, *above.parameters()], retain_graph=True)
     total = 0.0
     for group in [slice(i, i + 1) for i in range(len(x))] if len(mask.dims) > 1 else [slice(None)]:
-        weight = drawn(g[group].flatten(1).norm(dim=1) if mask.dims == (0,) else g[group][0], mask, p, informed)
+        rows = g[group].flatten(1)  # of which numbers keep their sign
+        rows = rows.squeeze(1) if rows.shape[1] == 1 else rows.norm(dim=1)
+        weight = drawn(rows if mask.dims == (0,) else g[group][0], mask, p, informed)
         places = torch.eye(weight[0].numel(), dtype=torch.float64).view(-1, *weight.shape[1:])
         contributions = []
         for place in places:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from backdrop import Backdrop, Backdrop2d, Skip, skip_blocked
-from backdrop.graph import cost
+from backdrop._core import kernels
 from backdrop.skip import windows
 from backdrop.skip.epilogue import Epilogue, Moments, finish
 from skipping import assert_close, assert_same_gradients, captures, check, ran_windows, step
@@ -454,7 +454,7 @@ def test_samples_against_the_definition(policy, order, monkeypatch):
     mask = Backdrop(0.6)
     skip = Skip(copy.deepcopy(stage), mask, statistics=policy, when="always")
     for more in (0, 2):
-        monkeypatch.setattr(cost, "few_shapes", lambda number, device, more=more: number + more)
+        monkeypatch.setattr(kernels, "few_shapes", lambda number, device, more=more: number + more)
         skip.zero_grad()
         torch.manual_seed(0)
         inputs = x.clone().requires_grad_()

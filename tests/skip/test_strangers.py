@@ -474,3 +474,85 @@ def test_a_segment_of_views_has_no_multiplications_to_count():
     assert fast.skip_report[0].share == 1.0
     plain, fast = pair(nn.Sequential(nn.PixelShuffle(1), nn.Identity()), positions())
     same(plain, fast, picture())
+
+
+class Branches(nn.Module):
+    """One convolution in two branches, gates over branches, normalisation over channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.wide = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=4, dilation=4)
+        self.gates, self.strengths = nn.Conv2d(6, 3, 1), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        a = self.shared(x)
+        parts = a, self.shared(F.max_pool2d(x, 3, 1, 1)).tanh(), self.wide(a)
+        gates = self.gates(torch.cat(parts, 1)).softmax(1).split(1, 1)
+        y = sum(g * part * s for g, part, s in zip(gates, parts, self.strengths.softmax(0), strict=True))
+        return F.layer_norm(y.movedim(1, -1), (2,), eps=0.1).movedim(-1, 1) + x
+
+
+class Unrolled(nn.Module):
+    """A state that goes round a loop, and results that are put into a tensor one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.next = nn.Conv2d(4, 2, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x):
+        state, found = torch.zeros_like(x), x.new_zeros(*x.shape[:2], 3, *x.shape[2:])
+        for i in range(3):
+            both = torch.cat([x * (i + 1), state], 1)
+            gate = self.gate(both).sigmoid()
+            state = (1 - gate) * state + gate * self.next(both).tanh()
+            found[:, :, i] = state
+        return found.mean(2)
+
+
+class Shuffled(nn.Module):
+    """Coordinates, a blur by a buffer, a shift of channels, unit vectors, a pixel shuffle by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+        self.b = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.out = nn.Conv2d(6, 2, 3, padding=1, padding_mode="replicate")
+        self.blur = nn.Buffer(torch.ones(4, 1, 3, 3) / 9)
+
+    def forward(self, x):
+        n, _, h, w = x.shape
+        rows = torch.linspace(-1, 1, h, dtype=x.dtype).view(1, 1, h, 1).expand(n, 1, h, w)
+        a = F.silu(self.a(torch.cat([x, rows], 1)))
+        small = F.conv2d(a, self.blur, stride=2, padding=1, groups=4)
+        shifted = torch.zeros_like(small)
+        shifted[:, :2], shifted[:, 2:] = small[:, 2:], small[:, :2] * 0.5
+        b = self.b(shifted)
+        b = b / (b.square().sum(1, keepdim=True) + 1e-6).sqrt()
+        large = b.view(n, 2, 2, 2, h // 2, w // 2).permute(0, 1, 4, 2, 5, 3).reshape(n, 2, h, w)
+        return self.out(torch.cat([large, a], 1))
+
+
+class Written(nn.Module):
+    """Values that are written over in every way."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = before = self.a(x)
+        y = self.b(F.relu(y, inplace=False))
+        y += before
+        y.clamp_(-1, 1).mul_(0.5)
+        y[:, 0] = y[:, 1] * 2
+        y[y > 0.4] = 0.4
+        return y
+
+
+@pytest.mark.parametrize("mask", [positions, samples])
+@pytest.mark.parametrize("body", [Branches, Unrolled, Shuffled, Written])
+def test_networks_that_are_written_by_hand(body, mask):
+    torch.manual_seed(0)
+    plain, fast = pair(body(), mask())
+    same(plain, fast, picture())
+    assert fast.skip_report[0].share == 1.0, fast.skip_report

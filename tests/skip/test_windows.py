@@ -547,3 +547,34 @@ def test_a_layer_that_is_replaced():
     model[0] = nn.Conv2d(1, 2, 5, padding=1).double()
     fast[0] = copy.deepcopy(model[0])
     assert_same_gradients(step(model, x), step(fast, x))
+
+
+POLES = {
+    "sqrt": torch.sqrt,
+    "log": torch.log,
+    "pow": lambda x: x**0.5,
+    "one over": lambda x: 1 / x,
+    "divided": lambda x: x / x.norm(dim=1, keepdim=True),
+    "root of a mean": lambda x: nn.functional.avg_pool2d(x, 3, 1, 1).sqrt() * x,
+    "p-norms": lambda x: nn.functional.lp_pool2d(x, 2, 2, 1),
+    "of two": lambda x: torch.xlogy(x, x) + torch.atan2(x, x),
+}
+
+
+@pytest.mark.parametrize("function", POLES.values(), ids=list(POLES))
+def test_what_has_poles_outside_the_map(function):
+    """There a convolution of zeros is zero, where such functions have infinite slopes; zero times that is no number."""
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+            self.second, self.mask = nn.Conv2d(4, 4, 5, padding=2), Backdrop2d(0.5, generator=torch.Generator())
+            self.first.weight.data.abs_()
+
+        def forward(self, x):
+            return self.mask(self.second(function(self.first(x.abs() + 0.1))))
+
+    fast = check(Model().double(), torch.randn(2, 2, 9, 9, dtype=torch.float64))
+    assert fast.skip_report[0].share == 1

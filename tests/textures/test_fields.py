@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import special
 
-from backdrop._core.seeds import generator_for
+from backdrop._core.draw import generator_for
 from backdrop.textures import Matern, SquaredExponential, Texture, fields
 from backdrop.textures.fields import Field, eigenvalues, fast_length, normalise_
 from backdrop.textures.sampler import Sampler

@@ -1,9 +1,13 @@
-"""Modules of the user's own: what goes wrong in them is told with their lines and without ours."""
+"""Code that is not ours: modules of the user's own, extras that may be missing, a package that must not be there.
+
+What goes wrong in the user's modules is told with their lines and without ours.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import re
@@ -66,3 +70,20 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 def _is_importing(frame: traceback.FrameSummary) -> bool:
     return re.match(r"<frozen importlib|.*\bimportlib\b.__init__", frame.filename) is not None
+
+
+def how_to_install(extra: str) -> str:
+    """What to type to get an extra."""
+    return f"pip install '.[{extra}]' in a clone of torch-backdrop"
+
+
+def refuse_namesake() -> None:
+    """Another package, `backdrop` on PyPI, has the same import name: each overwrites files of the other."""
+    try:
+        found = importlib.metadata.distribution("backdrop")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"the unrelated package 'backdrop' {found.version} is installed, whose files lie where those of torch-backdrop "
+        "do: pip uninstall backdrop, then install torch-backdrop again"
+    )

@@ -2,15 +2,20 @@
 
 Let g_u be the gradient that arrives at unit u. A unit is kept with probability
 
-    pi_u = (1 - floor) min(1, |g_u| / tau) + floor k / N,    tau so that the pi_u add up to k,
+    pi_u = b + (1 - b) min(1, |g_u| / tau),    b = floor k / N,    tau so that the pi_u add up to k,
 
 and weighs 1 / pi_u, so that the expected gradient is the plain one whatever the g_u are. The variance is least where
 pi_u is proportional to what the unit adds to the gradient of the parameters, of which |g_u| is the part that is known
-before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says.
+before anything below the mask is computed; the floor bounds what a unit costs that adds more than its |g_u| says, and
+leaves those alone that are sure to be kept.
+
+Where a unit's gradient is one number, as of scores, exact masks keep their share of both signs: what units have in
+common then cancels as it does in the whole gradient. So such sizes come with their sign.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +26,7 @@ from backdrop._core.checks import Probability, Scale, check_devices
 from backdrop._core.draw import Lattice, is_zero
 
 LARGE = 64  # units, from which on permutations are drawn one by one
-PART = 2**18  # numbers whose squares are added up at a time, so that they stay in the cache
+PART = 2**19  # numbers whose squares are added up at a time
 ROUNDS = 6  # of the fast way to inclusion probabilities, before the one that sorts
 
 
@@ -58,7 +63,7 @@ def weigh_norms(
     inclusion = inclusion_probabilities(norms, number, floor)
     total, own = part or (groups, slice(None))
     if exact:
-        order = _orders(total, size, norms, generator)[own]
+        order = _by_sign(_orders(total, size, norms, generator)[own], norms)
         kept = _systematic(inclusion, number, order, _random(total, 1, norms, generator)[own])
     else:
         u = _random(total, size + 1, norms, generator)[own]
@@ -80,6 +85,14 @@ def _orders(groups: int, size: int, like: Tensor, generator: torch.Generator | N
     return _random(groups, size, like, generator).argsort(1)
 
 
+def _by_sign(order: Tensor, norms: Tensor) -> Tensor:
+    """Units with a negative gradient first, and otherwise in this order."""
+    if _is_readable(norms) and not bool((norms < 0).any()):
+        return order
+    positive = norms.gather(1, order) > 0
+    return order.gather(1, positive.to(torch.uint8).argsort(dim=1, stable=True))
+
+
 def _is_readable(x: Tensor) -> bool:
     """Whether looking at values costs nothing and may decide what is done."""
     plain = type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -89,19 +102,22 @@ def _is_readable(x: Tensor) -> bool:
 def unit_norms(*given: tuple[Tensor, Lattice]) -> Tensor:
     """|g_u| over all tensors up to one common factor, (groups, units), in float64 where there is one.
 
-    Infinite and NaN gradients stay what they are.
+    Infinite and NaN gradients stay what they are. With its sign where g_u is one number, of a sample of its own.
     """
     return together([_norms_of(grad.detach(), lattice) for grad, lattice in given])
 
 
 def together(norms: Sequence[Tensor]) -> Tensor:
     """Of units whose gradients come in several parts."""
+    if len(norms) == 1:
+        return norms[0]
     stacked = torch.stack(list(norms))
     return _norm(stacked, [0], stacked.dtype).squeeze(0)
 
 
 def effective_number(norms: Tensor) -> float:
     """(sum |g|)^2 / sum |g|^2: as many equal gradients would be as much. NaN where they are not finite."""
+    norms = norms.abs()
     largest = norms.amax() if norms.numel() else norms.new_zeros(())
     shares = norms / torch.where(largest > 0, largest, 1.0)  # whose squares stay in range
     return float(shares.sum().square() / shares.square().sum().clamp(min=1.0)) if norms.numel() else 0.0
@@ -111,6 +127,8 @@ def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
     wide = torch.float32 if grad.device.type == "mps" else torch.float64
     if not torch.compiler.is_compiling() and grad.layout != torch.strided:
         grad = grad.to_dense()
+    if 0 in lattice.axes and grad.shape == lattice.shape and not grad.is_complex():
+        return grad.to(wide).reshape(lattice.groups, lattice.size)
     others = [axis for axis in range(grad.ndim) if axis not in lattice.axes]
     if grad.is_complex():
         others, grad = [*others, grad.ndim], torch.view_as_real(grad.resolve_conj())
@@ -125,41 +143,34 @@ def _norms_of(grad: Tensor, lattice: Lattice) -> Tensor:
 def _norms(grad: Tensor, others: list[int], wide: torch.dtype) -> Tensor:
     """Over these axes, which stay with size 1.
 
-    On a CPU in the dtype of the gradient, which is faster, as long as no square leaves its range.
+    On a CPU in float32 where the gradient has no more, which is faster, if squares stay in its range: all but those of
+    numbers that are nothing beside the largest.
     """
     if not others:
         return grad.abs().to(wide)
-    if not _is_readable(grad) or grad.dtype == torch.float64:
+    if not _is_readable(grad) or grad.dtype == torch.float64 or not grad.numel():
         return _norm(grad, others, wide)
-    inner = grad.ndim - 1 not in others and grad.is_contiguous() and grad.numel() > 0
-    norms = _norms_by_parts(grad, others) if inner else _norm(grad, others, torch.float32)
-    low, high = map(float, norms.aminmax()) if norms.numel() else (1.0, 1.0)
-    if low > 1e-15 and high < 1e15:
-        return norms.to(wide)
-    return _norm(grad, others, wide)
+    between = others == list(range(others[0], others[-1] + 1)) and others[-1] < grad.ndim - 1
+    quick = between and grad.is_contiguous()
+    norms = _norms_of_columns(grad, others) if quick else _norm(grad, others, torch.float32)
+    return norms.to(wide) if 1e-12 < float(norms.amax()) < 1e15 else _norm(grad, others, wide)
 
 
-def _norms_by_parts(grad: Tensor, others: list[int]) -> Tensor:
-    """In float32, over axes of which none is the last: torch's own norm goes through memory in leaps there.
+def _norms_of_columns(grad: Tensor, others: list[int]) -> Tensor:
+    """In float32, over axes beside each other that are not the last, where torch's norm goes through memory in leaps.
 
-    A part at a time, whose squares stay in the cache and in one place: memory that is new each time costs more.
+    As a product with ones, which is as fast as a sum; part by part, so that squares take little memory.
     """
-    total = grad.new_empty([1 if axis in others else n for axis, n in enumerate(grad.shape)], dtype=torch.float32)
-    within, free = [axis - 1 for axis in others if axis], next(a for a in range(1, grad.ndim) if a not in others)
-    rows = max(1, grad.shape[free] * PART * len(grad) // grad.numel())
-    squares = grad.new_empty(0, dtype=torch.float32)
-    for i, one in enumerate(grad.unbind()):
-        place = total[0 if 0 in others else i]
-        for part, sums in zip(*(torch.split(x, rows, free - 1) for x in (one, place)), strict=True):
-            part = part.float()
+    first, last = others[0], others[-1] + 1
+    outer, along, inner = (math.prod(part) for part in (grad.shape[:first], grad.shape[first:last], grad.shape[last:]))
+    matrices, total = grad.view(outer, along, inner), grad.new_zeros(outer, 1, inner, dtype=torch.float32)
+    rows, squares = max(1, PART // inner), grad.new_empty(0, dtype=torch.float32)
+    for some, sums in zip(*(x.split(max(1, rows // along)) for x in (matrices, total)), strict=True):
+        for part in some.split(rows, 1):
+            part = part.float()  # in one place: memory that is new each time takes longer than all else
             torch.mul(part, part, out=squares.resize_(part.shape))
-            if not within:
-                sums.copy_(squares) if i == 0 or 0 not in others else sums.add_(squares)
-            elif 0 in others and i:
-                sums.add_(squares.sum(within, keepdim=True))
-            else:
-                torch.sum(squares, within, keepdim=True, out=sums)
-    return total.sqrt_()
+            sums.baddbmm_(squares.new_ones(len(squares), 1, squares.shape[1]), squares)
+    return total.sqrt_().view([1 if axis in others else n for axis, n in enumerate(grad.shape)])
 
 
 def _norm_of_neighbours(x: Tensor, axis: int, patch: int) -> Tensor:
@@ -181,9 +192,19 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
 
     Where gradients are infinite or NaN, those units come first and all others are alike; where all are zero, all are.
     """
+    size, norms = norms.shape[1], norms.abs()
+    base = floor * number / size
+    if floor == 1:
+        return torch.zeros_like(norms) + base
+    number = number * (1 - floor) / (1 - base)
+    pi = _by_rounds(norms, number) if _is_readable(norms) and not isinstance(number, Tensor) else None
+    pi = _by_sorting(norms, number) if pi is None else pi
+    return pi + base * (1 - pi) if floor else pi  # which leaves one one
+
+
+def _by_sorting(norms: Tensor, number: Any) -> Tensor:
+    """min(1, norms / tau), with the tau for which they add up to the number."""
     size = norms.shape[1]
-    if _is_readable(norms) and not isinstance(number, Tensor) and (pi := _by_rounds(norms, number)) is not None:
-        return pi.mul_(1 - floor).add_(floor * number / size) if floor else pi
     finite = norms.isfinite()
     norms = torch.where(finite.all(1, keepdim=True), norms, (~finite).to(norms.dtype))
     largest = norms.amax(1, keepdim=True)
@@ -197,12 +218,11 @@ def inclusion_probabilities(norms: Tensor, number: Any, floor: float) -> Tensor:
     left = number - count.to(norms.dtype)
     share = torch.where(rest > 0, ordered * left / torch.where(rest > 0, rest, 1.0), left / (size - count).clamp(min=1))
     pi = torch.where(sure, 1.0, share.clamp(0, 1))
-    pi = torch.zeros_like(pi).scatter(1, index, pi)
-    return (1 - floor) * pi + floor * number / size if floor else pi
+    return torch.zeros_like(pi).scatter(1, index, pi)
 
 
 def _by_rounds(norms: Tensor, number: float) -> Tensor | None:
-    """The same without a floor, by taking out those that are sure again and again; None where that takes long.
+    """The same by taking out those that are sure again and again; None where that takes long.
 
     Also where sums leave their range, and where nothing is left to share.
     """
@@ -228,13 +248,17 @@ def _systematic(pi: Tensor, number: Any, order: Tensor, offset: Tensor) -> Tenso
 
     Units that are sure to be kept are not on the line, and the last one with a part has all that rounding left.
     """
-    sure = pi >= 1
-    number = number - sure.sum(1, keepdim=True).to(pi.dtype)
-    ends = pi.masked_fill(sure, 0.0).gather(1, order).cumsum(1)
-    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp(max=number)
-    points = (ends - offset).ceil().clamp(min=0)
-    before = torch.cat([torch.zeros_like(points[:, :1]), points[:, :-1]], 1)
-    return torch.zeros_like(sure).scatter(1, order, points > before) | sure
+    sure, line = pi >= 1, pi
+    any_sure = not _is_readable(pi) or bool(sure.any())
+    if any_sure:
+        number = number - sure.sum(1, keepdim=True).to(pi.dtype)
+        line = pi.masked_fill(sure, 0.0)
+    ends = line.gather(1, order).cumsum(1)
+    ends = torch.where(ends >= ends[:, -1:], number, ends).clamp_(max=number)
+    points = ends.sub_(offset).ceil_().clamp_(min=0)
+    before = torch.nn.functional.pad(points[:, :-1], (1, 0))
+    kept = torch.zeros_like(sure).scatter(1, order, points > before)
+    return kept | sure if any_sure else kept
 
 
 def _independent(pi: Tensor, u: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:

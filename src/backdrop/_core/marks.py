@@ -32,20 +32,19 @@ _library = torch.library.Library("backdrop", "FRAGMENT")  # type: ignore[no-unty
 _library.define("mask(Tensor(a) x, int layer, int leaf) -> Tensor(a)")  # type: ignore[no-untyped-call]
 
 
-def register(layer: nn.Module) -> int:
-    """A number for a layer, new for every copy of it."""
-    number = next(_numbers)
+def register(layer: nn.Module) -> None:
+    """Gives a layer its number, a new one to every copy of it."""
+    layer._number = number = next(_numbers)  # type: ignore[assignment]  # torch takes any attribute
     _layers[number] = layer
-    return number
 
 
 def layer_of(number: int) -> Any:
     return _layers[number]
 
 
-def mark(x: Tensor, number: int, leaf: int = 0) -> Tensor:
-    """Leaf 0 starts a draw of the mask; others of the same call share it."""
-    marked: Tensor = torch.ops.backdrop.mask(x, number, leaf)
+def mark(x: Tensor, layer: nn.Module, leaf: int = 0) -> Tensor:
+    """Leaf 0 starts a draw of the layer's mask; others of the same call share it."""
+    marked: Tensor = torch.ops.backdrop.mask(x, layer._number, leaf)
     return marked
 
 

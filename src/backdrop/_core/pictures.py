@@ -1,11 +1,15 @@
-"""What all pictures share: a palette with partners for dark pages, Matplotlib's own settings instead of a user's."""
+"""What all pictures share: a palette with partners for dark pages, Matplotlib's own settings and no user's, SVG."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#5f6c7b", "#d9dee4"
 DARK = {INK: "#e8ecf1", MUTED: "#a3afbd", GRID: "#3b4653"}
@@ -29,6 +33,10 @@ def style(more: Any = None) -> Iterator[None]:
         yield
 
 
-def bare(svg: str) -> str:
-    """Matplotlib's SVG without what changes from run to run or refers to elsewhere: description and document type."""
-    return re.sub(r"<metadata>.*?</metadata>\s*", "", svg[svg.index("<svg ") :], flags=re.DOTALL)
+def svg(figure: Figure, more: Any = None, **options: Any) -> str:
+    """A figure, drawn in this style, without anything that changes from run to run or refers to elsewhere."""
+    file = io.BytesIO()
+    with style(more):
+        figure.savefig(file, format="svg", **options)
+    content = file.getvalue().decode()
+    return re.sub(r"<metadata>.*?</metadata>\s*", "", content[content.index("<svg ") :], flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""The commands that run studies and look at them. What they do is imported only when it is asked for."""
+"""The commands that run studies and look at them, for `cli`. What they do is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from backdrop._app import app
+__all__ = ["COMMANDS"]
 
 Task = Annotated[
     str,
@@ -147,7 +147,6 @@ def _beginning(
     return replace(how, name=name, given=given, retry=retry_failed)
 
 
-@app.command()
 @_takes(_beginning)
 def run(
     task: Task,
@@ -166,7 +165,6 @@ def run(
     raise typer.Exit(1 if runs.run(task, preset, seeds, replace(how, report=report)) else 0)
 
 
-@app.command()
 @_takes(_beginning)
 def tune(
     task: Task,
@@ -182,7 +180,6 @@ def tune(
     raise typer.Exit(1 if runs.tune(task, preset, trials, seed, how) else 0)
 
 
-@app.command()
 @_takes(_training)
 def worker(
     study: Annotated[str, typer.Argument(help="The name of the study.", show_default=False)],
@@ -200,7 +197,6 @@ def worker(
     runs.join(replace(how, name=study), task=task, wait=wait)
 
 
-@app.command()
 def status(
     study: Annotated[str | None, typer.Argument(help="Its trials; else all studies.", show_default=False)] = None,
     storage: Place = None,
@@ -219,7 +215,6 @@ def status(
             time.sleep(2)
 
 
-@app.command()
 def repair(
     study: Annotated[
         str, typer.Argument(help="The name of the study, its folder, or a journal file.", show_default=False)
@@ -228,15 +223,15 @@ def repair(
 ) -> None:
     """Rebuild a journal of which lines cannot be read, from what is there.
 
-    Results come from the lines that can be read, from the trials' result.json and from the study's log. The old journal
-    is kept beside the new one. Stop all workers first. Nothing of the study is run.
+    Where the beginning of a trial may be among these, all after it is left out. The command that began the study runs
+    what is missing then, and trains no trial again that has a result.json. The old journal is kept beside the new one.
+    Stop all workers first. Nothing of the study is run.
     """
     from backdrop.experiments import runs
 
     runs.mend(study, folder.expanduser())
 
 
-@app.command()
 def report(
     study: Annotated[
         str, typer.Argument(help="The name of the study, its folder, or a JSON file.", show_default=False)
@@ -296,3 +291,6 @@ def _resumable() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; the same command goes on from here", soft_wrap=True)
         raise typer.Exit(130) from None
+
+
+COMMANDS = (run, tune, worker, status, repair, report)

@@ -13,17 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from backdrop._core.installed import how_to_install
-from backdrop.experiments import live
-from backdrop.experiments.logs import log_event
+from backdrop.experiments import cost, live
 from backdrop.experiments.records import Record, counts
 from backdrop.experiments.report import wording
-from backdrop.experiments.report.statistics import CHOSEN
-from backdrop.experiments.settings import build
 from backdrop.experiments.study import lookup, remains
 from backdrop.experiments.study import tune as search
 from backdrop.experiments.study.interrupts import Interrupts
-from backdrop.experiments.study.plain import SPEC, PlainStudy, check_one
 from backdrop.experiments.study.plan import (
     Readable,
     Spec,
@@ -35,15 +30,13 @@ from backdrop.experiments.study.plan import (
     workers_for,
 )
 from backdrop.experiments.study.storage import JOURNAL, Storage, open_storage
-from backdrop.experiments.study.study import STATES, Study, studies
+from backdrop.experiments.study.study import Study, studies
 from backdrop.experiments.study.worker import advice_if_full, work
-from backdrop.experiments.task import Task, trial_key
+from backdrop.experiments.task import Task
 from backdrop.experiments.tasks import reference
-from backdrop.experiments.train import Cost, Options, check_device, cost, fit
+from backdrop.experiments.train import Options, check_device
 
 __all__ = ["How", "join", "mend", "run", "show", "tune"]
-
-NEEDS = f"needs Optuna: {how_to_install('experiments')}"
 
 
 @dataclass(frozen=True)
@@ -69,32 +62,22 @@ def run(task: str, preset: str, seeds: str | None, how: How) -> bool:
     """
     check_device(how.options)
 
-    def planned(workers: int, *more: str) -> tuple[Spec, list[dict[str, Any]]]:
-        spec, points = plan(task, preset, [*how.given, *more], seeds=seeds)
-        return replace(spec, threads=threads_for(workers)), points
-
     def begun(storage: Storage) -> Study:
         stored = Study(storage, name).spec if name in studies(storage) else None
-        full, settings = planned(workers, *_skip(how.given, stored, spec, how.options))
+        more = _skip(how.given, stored, spec, how.options)
+        full, settings = plan(task, preset, [*how.given, *more], seeds=seeds)
+        full = replace(full, threads=threads_for(workers))
         study = Study.begin(storage, name, full)
         study.add(full, settings)
         return study
 
-    spec, points = planned(1)
+    spec, points = plan(task, preset, how.given, seeds=seeds)
     name, workers = check_name(how.name or spec.name), how.workers_for(len(points))
-    home = how.folder / name
-    if lookup.has_optuna():
-        return _run(how, name, spec.task, workers, begun)
-    if how.storage is not None or (home / JOURNAL).exists():
-        raise RuntimeError(f"{'--storage' if how.storage else home / JOURNAL} {NEEDS}")
-    stored = PlainStudy(home).spec if (home / SPEC).exists() else None
-    return _run_plain(home, how, *planned(1, *_skip(how.given, stored, spec, how.options)))
+    return _run(how, name, spec.task, workers, begun)
 
 
 def tune(task: str, preset: str, trials: int, seed: int, how: How) -> bool:
     """Runs the trials of a search that are missing; whether any failed."""
-    if not lookup.has_optuna():
-        raise RuntimeError(f"tune {NEEDS}")
     check_device(how.options)
     check_trials(trials)
     workers = how.workers_for(trials)
@@ -131,8 +114,6 @@ def _run(
 
 def join(how: How, *, task: str | None = None, wait: bool = True) -> None:
     """Works on a study that is there."""
-    if not lookup.has_optuna():
-        raise RuntimeError(f"a worker {NEEDS}")
     check_device(how.options)
     name = check_name(how.name or "")
     home = how.folder / name
@@ -148,29 +129,28 @@ def join(how: How, *, task: str | None = None, wait: bool = True) -> None:
 
 def mend(name: str, folder: Path) -> None:
     """Rebuilds the journal of a study, and says what is in it now."""
-    if not lookup.has_optuna():
-        raise RuntimeError(f"repair {NEEDS}")
     from backdrop.experiments.study.repair import repair
 
     places = [Path(name)] if Path(name).is_file() else [folder / name / JOURNAL, Path(name) / JOURNAL]
     there = [path for path in places if path.is_file()]
     if not there:
         raise lookup.unknown(name, folder)
-    done = repair(there[0], [folder])
+    path = there[0]
+    done = repair(path)
     if done.kept is None:
-        _say(f"all lines of {done.journal} can be read: there is nothing to repair")
+        _say(f"all lines of {path} can be read: there is nothing to repair")
         return
     numbers = ", ".join(map(str, done.lost[:20])) + (", ..." if len(done.lost) > 20 else "")
     lines = wording.count(len(done.lost), "line")
-    _say(f"{lines} of {done.journal} could not be read: {numbers}; the old file is kept as {done.kept}")
-    for study, saved in done.studies.items():
-        counted = ", ".join(f"{number} {STATES[state]}" for state, number in saved.states.items()) or "no trials"
-        more = f" ({saved.from_results} of them from result.json)" if saved.from_results else ""
-        again = (
-            f"{saved.again} results could not be saved, because" if saved.again else "no result that was seen is lost;"
-        )
-        why = " nothing says which trials they are of;" if saved.again else ""
-        _say(f"{study}: {counted}{more}; {again}{why} the command that began the study runs what is missing")
+    gone = f"; from line {done.since} on nothing was kept" if done.since else ""
+    _say(f"{lines} of {path} could not be read: {numbers}{gone}; the old file is kept as {done.kept}")
+    with open_storage(path) as storage:
+        for study in studies(storage):
+            counted = _counted(Study(storage, study)) or "no trials"
+            _say(
+                f"{study}: {counted}; the command that began the study runs what is missing, and trains no trial again "
+                "that has a result.json in its folder"
+            )
 
 
 def show(name: str | None, storage: str | None, folder: Path, *, as_json: bool = False, clear: bool = False) -> None:
@@ -264,47 +244,15 @@ def _say_how_long(spec: Spec, points: Sequence[Mapping[str, Any]], options: Opti
     missing, machine = wording.count(len(points), "trial"), f"with {wording.count(workers, 'worker')} on this machine"
     try:
         kind, threads = spec.find_task(task), replace(options, threads=spec.threads)
-        seconds = _seconds(kind, points, threads) / workers
+        seconds = cost.seconds(kind, points, threads) / workers
     except Exception as error:  # whatever it is, the trials that meet it say so
         _say(f"{missing} to run; how long that takes could not be measured: {type(error).__name__}: {error}")
         return
     _say(f"{missing} to run: about {wording.duration(seconds)} {machine}, if nothing else runs on it")
 
 
-def _seconds(kind: type[Task], points: Sequence[Mapping[str, Any]], options: Options) -> float:
-    """Of all trials, one after the other. Masks, learning rates and lengths do not change what a step takes."""
-    measured: dict[str, Cost] = {}
-    total = 0.0
-    for point in points:
-        task = kind(build(kind.Settings, point), data_root=options.data_root)
-        alike = {name: v for name, v in point.items() if name not in (*CHOSEN, *kind.masks, "seed")}
-        key = json.dumps(alike, sort_keys=True, default=str)
-        if key not in measured:
-            measured[key] = cost(task, options)
-        total += measured[key].of(task.settings) / options.devices
-    return total
-
-
 def _counted(study: Readable) -> str:
     return ", ".join(f"{number} {state}" for state, number in counts(study.records()).items() if number)
-
-
-def _run_plain(home: Path, how: How, spec: Spec, points: Sequence[Mapping[str, Any]]) -> bool:
-    """One configuration, where Optuna is not installed; whether any of its trials failed."""
-    check_one(points, spec.varied)
-    study, kind = PlainStudy.begin(home, spec, points), spec.find_task(spec.task)
-    options = replace(how.options, threads=study.spec.threads)
-
-    def train(settings: Mapping[str, Any], folder: Path, on_epoch: Callable[[Mapping[str, Any]], None]) -> None:
-        task = kind(build(kind.Settings, settings), data_root=options.data_root)
-        fit(task, folder, options, on_epoch, lambda text: log_event(home, "damaged file", key=task.key, reason=text))
-
-    done = {trial_key(spec.task_name, record.settings) for record in study.records() if record.state == "complete"}
-    left = [point for point in points if trial_key(spec.task_name, point) not in done]
-    _say_how_long(study.spec, left, options, 1, spec.task)
-    with advice_if_full(), live.Display(study, Console(stderr=True)):
-        study.run(points, train)
-    return _finish(study, home, None, spec.task, report=how.report)
 
 
 def _finish(

@@ -30,14 +30,15 @@ class Rates(NamedTuple):
     normed_call: float  # the same where layers with batch statistics see samples with gradients and without
     window_call: float  # the same on windows
     split: float  # seconds that it takes to draw a mask, split a batch by it, and merge the outputs
-    windows: float  # the time of the same work on windows over that on the whole map
+    windows: tuple[float, float]  # the time of the same work on windows over that on the whole map: see the two above
     overlap: bool  # whether the device works while the host makes calls
     maps: tuple[float, float]  # as large as the largest there is, that convolutions need: with gradients, without
 
 
-CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 3e-5, 1.5e-4, 8e-5, 1.0, overlap=False, maps=(2.0, 3.0))
-GPU = Rates(6e13, 5e11, 4e-5, 2e-4, 3e-4, 4e-4, 1.8e-3, 0.65, overlap=True, maps=(0.5, 4.0))
+CPU = Rates(5e10, 2e9, 1e-5, 3e-5, 3e-5, 2.4e-4, 8e-5, (1.8, 1.0), overlap=False, maps=(2.0, 3.0))
+GPU = Rates(6e13, 5e11, 4e-5, 2e-4, 3e-4, 4e-4, 1.8e-3, (0.65, 0.65), overlap=True, maps=(0.5, 4.0))
 NORM = 4  # a layer with batch statistics goes over its input several times, which takes as long as so many others
+WATCHED = 16  # times that a number of inputs and weights is read to see that it is still what it was (skip/saved.py)
 MARGIN = 1.1  # skipping has to promise to be so many times faster
 
 
@@ -56,7 +57,15 @@ class Cost(NamedTuple):
     def windows(self, device: torch.device, number: float) -> float:
         """Seconds forward and backward on so many windows, if this is the cost of one."""
         rates = _rates(device)
-        return _both(rates, self.calls * rates.window_call, 3 * number * rates.windows * self._work(rates))
+        multiplications, numbers = (times * share for times, share in zip(rates.windows, self[1:], strict=True))
+        work = self._replace(multiplications=multiplications, numbers=numbers)._work(rates)
+        return _both(rates, self.calls * rates.window_call, 3 * number * work)
+
+    @staticmethod
+    def watching(device: torch.device, numbers: float) -> float:
+        """Seconds to see that so many inputs and weights do not change before the backward pass."""
+        rates = _rates(device)
+        return 0.0 if rates.overlap else WATCHED * numbers / rates.numbers
 
     def step(self, device: torch.device) -> float:
         """Seconds forward and backward."""
@@ -75,7 +84,7 @@ class Cost(NamedTuple):
 
 def _rates(device: torch.device) -> Rates:
     usual = CPU if device.type == "cpu" else GPU
-    there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
     if torch.are_deterministic_algorithms_enabled() or not there:
         return usual
     return _measured(device.type, device.index, usual)
@@ -149,14 +158,6 @@ def working(cost: Cost, device: torch.device, largest: float, *, gradients: bool
 def pays(spent: float, saved: float) -> bool:
     """Whether to skip, from the seconds it would take and those it would save."""
     return MARGIN * spent < saved
-
-
-def few_shapes(number: int, device: torch.device) -> int:
-    """Rounded up on a GPU, whose libraries take time for every shape that they have not seen."""
-    if device.type == "cpu":
-        return number
-    step = max(8, 1 << max(0, number.bit_length() - 4))
-    return -(-number // step) * step
 
 
 class Meter(TorchDispatchMode):

@@ -44,7 +44,7 @@ def apply_mask(mask: Backdrop, output: Any) -> Any:
         number, masked = 0, []
         for leaf in leaves:
             if is_differentiable(leaf):
-                masked.append(marks.mark(leaf, mask._number, number))
+                masked.append(marks.mark(leaf, mask, number))
                 number += 1
             else:
                 masked.append(leaf)

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from backdrop.graph.running import running_batch_norm
-from backdrop.graph.sliding import named
+from backdrop.graph.sliding import crop, named
 from backdrop.graph.table import Axes, Call, Slide, Step, Tap, UnsupportedError, Where, register_rule
 from backdrop.graph.trace import drop, itself
 
+LARGEST_CELL = 4  # cells along an axis that one position of a sequence may become
 STATISTICS = (
     "its batch statistics couple all samples{}; "
     "statistics='sampled' or 'frozen' skips below it, with an estimated gradient"
@@ -119,23 +120,19 @@ def _along(position: int, default: Any = None) -> Callable[[Call], Step]:
 
     def rule(call: Call) -> Step:
         dims = call.argument(position, "dim", call.node.kwargs.get("dims", default))
-        return _unless_along(call, dims)
+        return unless_along(call, dims)
 
     return rule
 
 
-def _unless_along(call: Call, dims: Any) -> Step:
+def unless_along(call: Call, dims: Any) -> Step:
     if dims is None:
         raise UnsupportedError("it mixes samples")
     call.refuse_along(*(dims if isinstance(dims, (tuple, list)) else (dims,)))
     return call.same()
 
 
-def _flip(call: Call) -> Step:
-    return _unless_along(call, _several(call, call.node.kwargs.get("dims")))
-
-
-def _several(call: Call, named: Any) -> Any:
+def several(call: Call, named: Any) -> Any:
     """Axes that are given in a list or, as some methods have it, one by one; or by name."""
     given: Any = call.node.args[1:]
     return given if len(given) > 1 else given[0] if given else named
@@ -153,7 +150,7 @@ def _reduce(call: Call) -> Step:
     if isinstance(dims, fx.Node):
         return call.elementwise()
     if call.name == "count_nonzero":
-        dims = _several(call, dims)
+        dims = several(call, dims)
     dims = None if isinstance(dims, bool) or dims == () or dims == [] else dims
     keep = call.ndim == ndim
     gone = sorted(
@@ -170,7 +167,7 @@ def _reduce(call: Call) -> Step:
 
 
 def _permute(call: Call) -> Step:
-    order = _several(call, call.node.kwargs.get("dims"))
+    order = several(call, call.node.kwargs.get("dims"))
     return _reordered(call, [axis % call.ndim for axis in order])
 
 
@@ -202,7 +199,7 @@ def _getattr(call: Call) -> Step:
     name = call.node.args[1]
     if name in ("T", "mT"):
         return _reverse(call) if name == "T" else _last_two(call)
-    if name in ("data", "real"):
+    if name in ("data", "real", "imag"):
         return call.elementwise()
     raise UnsupportedError(f"there is no rule for .{name}")
 
@@ -243,13 +240,16 @@ def reshaped(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int
 
 
 def _reshape(call: Call) -> Step:
-    """Also flatten, squeeze and the like. Samples may share an axis with others if they vary slowest."""
+    """Also flatten, squeeze and the like. Samples may share an axis with others if they vary slowest, and so may
+    positions: then there are several cells for each of them, as in a pixel shuffle."""
     before, after = call.before, call.shape
     bits = any(isinstance(given, torch.dtype) for given in (*call.node.args[1:], *call.node.kwargs.values()))
     if bits or 0 in before or 0 in after or math.prod(before) != math.prod(after):
         raise UnsupportedError("it changes how numbers are stored")
     groups = reshaped(before, after)
     axes: list[int | None] = []
+    slides: list[Slide | None] = []
+    ups: dict[int, int] = {}  # axes of the result that have so many cells for each position of the input
     inner = 1
     for number, axis in enumerate(call.axes):
         left, right = next((group for group in groups if axis in group[1]), ([], []))
@@ -259,11 +259,29 @@ def _reshape(call: Call) -> Step:
                 raise UnsupportedError("it mixes samples with something else along one axis")
             inner = before[left[0]] // samples
             axes.append(left[0])
-        else:
-            if len(left) != 1 or len(right) != 1:
-                raise UnsupportedError("it reshapes the positions")
-            axes.append(left[0])
-    return call.moved(tuple(axes), run=_resized(call, torch.reshape), inner=inner)
+            continue
+        if not left or 1 not in (len(left), len(right)) or axis != right[0] or set(right[1:]) & set(call.axes):
+            raise UnsupportedError("it reshapes the positions")
+        up, down = math.prod(before[a] for a in left[1:]), math.prod(after[a] for a in right[1:])
+        if up > LARGEST_CELL and len(call.axes) == 2:  # a map that is made a sequence
+            raise UnsupportedError("it reshapes the positions")
+        axes.append(left[0])
+        slides.append(Slide(down, 0, down - 1, up) if max(up, down) > 1 else None)
+        if up > 1:
+            ups[axis] = up
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
+        x, sizes = _first_of(args, kwargs), _sizes(call, where)
+        for axis, up in ups.items():
+            taken = axes[call.axes.index(axis)]
+            assert taken is not None
+            sizes[axis] = x.shape[taken] * up
+        return crop(x.reshape(sizes), where, [(axis, ups.get(axis, 1)) for axis in call.axes[1:]] if ups else [])
+
+    step = call.moved(tuple(axes), run=run, inner=inner)
+    if any(slides):
+        step.inputs[call.source] = step.inputs[call.source]._replace(slides=tuple(slides))
+    return step
 
 
 def _prelu(call: Call) -> Step:
@@ -284,11 +302,15 @@ def _resized(call: Call, function: Callable[[Tensor, list[int]], Any]) -> Callab
     """Calls that are given a size: on parts it is another."""
 
     def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Any:
-        x = args[0] if args else kwargs.get("input", kwargs.get("self"))
-        assert isinstance(x, Tensor)
-        return function(x, _sizes(call, where))
+        return function(_first_of(args, kwargs), _sizes(call, where))
 
     return run
+
+
+def _first_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    x = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    assert isinstance(x, Tensor)
+    return x
 
 
 def _sizes(call: Call, where: Where) -> list[int]:
@@ -323,7 +345,21 @@ def _repeat(call: Call) -> Step:
 
 
 def _cat(call: Call) -> Step:
-    dim = call.argument(1, "dim", call.node.kwargs.get("axis", 0))
+    return _joined(call, call.argument(1, "dim", call.node.kwargs.get("axis", 0)))
+
+
+def _along_its(axis: int) -> Callable[[Call], Step]:
+    """hstack and the like, of tensors that have this axis."""
+
+    def rule(call: Call) -> Step:
+        if any(len(shape) <= axis for shape in call.shapes.values()):
+            raise UnsupportedError("it gives what it joins more axes")
+        return _joined(call, axis)
+
+    return rule
+
+
+def _joined(call: Call, dim: int) -> Step:
     if dim % call.ndim == call.axes[0]:
         raise UnsupportedError("it joins samples")
     if dim % call.ndim in call.axes:
@@ -339,6 +375,14 @@ def _stack(call: Call) -> Step:
     return Step({source: Tap(axes, inner=call.inner) for source in call.tensors}, inner=call.inner, repeats=True)
 
 
+def _cross(call: Call) -> Step:
+    dim = call.argument(2, "dim", -1 if "linalg" in call.name else None)
+    if dim is None:
+        raise UnsupportedError("it takes the first axis of three cells")
+    call.refuse_along(dim)
+    return call.elementwise()
+
+
 def _split(position: int) -> Callable[[Call], Step]:
     def rule(call: Call) -> Step:
         call.refuse_along(call.argument(position, "dim", 0))
@@ -350,119 +394,6 @@ def _split(position: int) -> Callable[[Call], Step]:
 def _unbind(call: Call) -> Step:
     dim = call.argument(1, "dim", 0) % (call.ndim + 1)
     return call.moved(tuple(axis + (axis >= dim) for axis in call.axes))
-
-
-def _getitem(call: Call) -> Step:
-    source = call.source
-    if source in call.tuples:
-        return Step({source: Tap(_of_several(call), inner=call.inner)}, inner=call.inner)
-    index = call.node.args[1]
-    parts = list(index) if isinstance(index, (tuple, list)) else [index]
-    if any(isinstance(part, (fx.Node, list, bool)) or part is True for part in parts):
-        return _gather_rows(call, parts)
-    before = call.before
-    used = sum(part is not None and part is not Ellipsis for part in parts)
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (len(before) - used)
-    else:
-        parts += [slice(None)] * (len(before) - used)
-    into: dict[int, int] = {}  # axis of the result: axis of the input
-    axis = result = 0
-    cuts: dict[int, slice] = {}
-    for part in parts:
-        if part is None:
-            result += 1
-        elif isinstance(part, int):
-            axis += 1
-        elif isinstance(part, slice) and all(
-            isinstance(v, (int, type(None))) for v in (part.start, part.stop, part.step)
-        ):
-            into[result], cuts[result] = axis, part
-            axis, result = axis + 1, result + 1
-        else:
-            raise UnsupportedError("its arguments depend on the data")
-    if any(each not in into for each in call.axes):
-        raise UnsupportedError("it makes a new axis where the mask runs")
-    axes = tuple(into[each] for each in call.axes)
-    first = cuts[call.axes[0]].indices(before[axes[0]])
-    if first != (0, before[axes[0]], 1):
-        raise UnsupportedError("it takes some of the samples")
-    slides: list[Slide | None] = []
-    for each, at in zip(call.axes[1:], axes[1:], strict=True):
-        start, _, step = cuts[each].indices(before[at])
-        slides.append(Slide(step, start, start))
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
-        index, result = list[Any](), 0
-        for part in parts:
-            if result in call.axes and isinstance(part, slice):
-                index.append(slice(None, None, part.step))
-            else:
-                index.append(part)
-            result += not isinstance(part, int)
-        found: Tensor = args[0][tuple(index)]
-        return found
-
-    taken = call.moved(axes, run=run)
-    taken.inputs[source] = taken.inputs[source]._replace(slides=tuple(slides))
-    return taken
-
-
-def _gather_rows(call: Call, parts: Sequence[Any]) -> Step:
-    """x[:, index] with one tensor of indices that is the same for all samples, or x[torch.arange(len(x)), index]."""
-    if call.axes == (0,) and call.inner == 1 and len(parts) > 1 and _counts(parts[0], call.before[0]):
-        return _cell_of_each(call, parts)
-    at = [i for i, part in enumerate(parts) if not (isinstance(part, slice) and part == slice(None))]
-    if len(at) != 1 or not isinstance(parts[at[0]], fx.Node) or parts[at[0]] not in call.shapes:
-        raise UnsupportedError("it looks up cells by an index")
-    ndim, position = len(call.shapes[parts[at[0]]]), at[0]
-    if any(position <= axis < position + ndim for axis in call.axes):
-        raise UnsupportedError("it looks up samples or positions by an index")
-    if len(call.before) - 1 + ndim != call.ndim:
-        raise UnsupportedError("it looks up cells by an index")
-    return call.moved(tuple(axis if axis < position else axis - ndim + 1 for axis in call.axes))
-
-
-def _counts(index: Any, number: int) -> bool:
-    """Whether an index is 0, 1, ... for so many samples."""
-    return isinstance(index, fx.Node) and index.target is torch.arange and index.args in ((number,), (0, number))
-
-
-def _cell_of_each(call: Call, parts: Sequence[Any]) -> Step:
-    """One cell of each sample, such as the last word of each text."""
-    index = parts[1]
-    if isinstance(index, fx.Node) and call.shapes.get(index) != call.before[:1]:
-        raise UnsupportedError("it looks up cells by an index")
-    if not isinstance(index, (fx.Node, int)) or any(part != slice(None) for part in parts[2:]):
-        raise UnsupportedError("it looks up cells by an index")
-
-    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Tensor:
-        x, given = args
-        taken: Tensor = x[torch.arange(where.rows, device=x.device), given[1]]
-        return taken
-
-    inputs = {parts[0]: Tap((None,)), call.source: Tap((0,))}
-    return Step(inputs | ({index: Tap((0,))} if isinstance(index, fx.Node) else {}), run)
-
-
-def _index_select(call: Call) -> Step:
-    call.refuse_along(call.argument(1, "dim"))
-    return call.same()
-
-
-def _take_along(call: Call) -> Step:
-    dim = call.argument(1, "dim")
-    if not isinstance(dim, int):
-        raise UnsupportedError("its arguments depend on the data")
-    call.refuse_along(dim)
-    index = call.argument(2, "index")
-    inputs = {}
-    for source in (call.source, index):
-        if any(call.shapes[source][axis] != call.shape[axis] for axis in call.axes):
-            raise UnsupportedError("it takes some of the samples")
-        inputs[source] = Tap(call.axes, inner=call.inner)
-    return Step(inputs, inner=call.inner)
 
 
 def _matmul(first: int = 0) -> Callable[[Call], Step]:
@@ -658,7 +589,7 @@ CARRIES = "it carries a state from position to position"
 def _recurrent(call: Call) -> Step:
     """Layers over whole sequences: results are the states of the last layer, and one or two last states of all layers.
 
-    Followed axes are those of the first result; see `_of_several` for the others."""
+    Followed axes are those of the first result; see `of_several` for the others."""
     if call.reading or len(call.axes) > 1:
         raise UnsupportedError(CARRIES)
     if len(call.node.args) != 9 or not isinstance(call.node.args[2], (list, tuple)):
@@ -684,7 +615,7 @@ def _axis_of_sequences(node: fx.Node) -> int:
     return 0 if node.args[8] else 1
 
 
-def _of_several(call: Call) -> Axes:
+def of_several(call: Call) -> Axes:
     """The followed axes in the first of several results, from those in the one that is taken."""
     source, index = call.source, call.node.args[1]
     weights = source.target is F.multi_head_attention_forward
@@ -805,6 +736,10 @@ _NAMES = (
     *("contiguous", "to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool", "relu_"),
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "logical_and", "logical_or"),
     *("bitwise_not", "heaviside", "zeros_like", "ones_like", "full_like", "empty_like", "expand_as", "sinc", "deg2rad"),
+    *("erfinv", "lgamma", "digamma", "expit", "i0", "i0e", "i1", "i1e", "erfcx", "ndtr", "ndtri", "log_ndtr", "entr"),
+    *("xlog1py", "complex", "polar", "resolve_conj", "resolve_neg", "bernoulli", "poisson", "broadcast_tensors"),
+    *("greater_equal", "less_equal", "not_equal", "logical_xor", "signbit", "bitwise_and", "bitwise_or", "bitwise_xor"),
+    *("logaddexp2", "ldexp", "rad2deg", "floor_divide", "isneginf", "isposinf", "cfloat", "cdouble", "nextafter"),
     *("requires_grad_", "greater", "less", "rsqrt", "threshold", "copysign", "alias"),
 )
 _FUNCTIONAL = (
@@ -817,24 +752,62 @@ _OPERATORS = (
 )
 
 
-def _everywhere(name: str) -> list[Any]:
+# Finite, and with finite slopes, wherever what they are given is finite: numbers may be exchanged there for others.
+_TAME = {
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear", "matmul"),
+    *(
+        "bmm",
+        "einsum",
+        "avg_pool1d",
+        "avg_pool2d",
+        "avg_pool3d",
+        "max_pool1d",
+        "max_pool2d",
+        "max_pool3d",
+        "mean",
+        "sum",
+    ),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate", "pad", "pixel_shuffle"),
+    *("pixel_unshuffle", "channel_shuffle", "batch_norm", "running_batch_norm", "layer_norm", "group_norm"),
+    *("instance_norm", "relu", "relu6", "leaky_relu", "prelu", "elu", "selu", "celu", "gelu", "silu", "mish"),
+    *("sigmoid", "tanh", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "softshrink"),
+    *("hardshrink", "tanhshrink", "softmax", "log_softmax", "glu", "add", "iadd", "sub", "neg", "mul", "abs", "square"),
+    *("sin", "cos", "clamp", "minimum", "maximum", "dropout", "drop", "itself", "cat", "stack", "split", "chunk"),
+    *("unbind", "getitem", "getattr", "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "permute"),
+    *("transpose", "movedim", "expand", "broadcast_to", "repeat", "contiguous", "clone", "to", "type_as", "float"),
+    *("detach", "roll", "flip", "narrow", "select", "amax", "amin", "scaled_dot_product_attention", "embedding"),
+}
+
+
+def is_tame(node: fx.Node) -> bool:
+    """Whether a call makes finite numbers of finite numbers, and its gradient too."""
+    name = str(getattr(node.target, "__name__", node.target)).strip("_")
+    if name in ("truediv", "div", "divide", "true_divide"):
+        return not any(isinstance(given, fx.Node) for given in (*node.args[1:], *node.kwargs.values()))
+    if name == "pow":
+        power = node.args[1] if len(node.args) > 1 else None
+        return isinstance(power, (int, float)) and power >= 1
+    return name in _TAME
+
+
+def everywhere(name: str) -> list[Any]:
     """What goes by a name: a method, and functions of torch and torch.nn.functional."""
     homes = (torch, F, torch._C._nn, torch.special, torch.linalg)
     return [name, *(getattr(home, name) for home in homes if callable(getattr(home, name, None)))]
 
 
-def _register(rule: Callable[[Call], Step], *names: str) -> None:
+def register(rule: Callable[[Call], Step], *names: str) -> None:
     for name in names:
-        for function in _everywhere(name):
+        for function in everywhere(name):
             register_rule(function)(rule)
 
 
-_register(_elementwise, *_NAMES, *_FUNCTIONAL)
+register(_elementwise, *_NAMES, *_FUNCTIONAL)
 for _name in _OPERATORS:
     register_rule(getattr(operator, _name))(_elementwise)
-_register(_relu, "relu")
-_register(_prelu, "prelu")
-_register(
+register(_relu, "relu")
+register(_prelu, "prelu")
+register(
     _dropout,
     "dropout",
     "alpha_dropout",
@@ -844,54 +817,53 @@ _register(
     "dropout2d",
     "dropout3d",
 )
-_register(_rrelu, "rrelu")
+register(_rrelu, "rrelu")
 register_rule(drop)(_elementwise)
 register_rule(itself)(_elementwise)
-_register(_batch_norm, "batch_norm")
+register(_batch_norm, "batch_norm")
 register_rule(running_batch_norm)(_batch_norm)
-_register(_sample_norm, "group_norm")
-_register(_instance_norm, "instance_norm")
-_register(_layer_norm, "layer_norm", "rms_norm")
-_register(_linear, "linear")
-_register(_along(1), "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
-_register(_along(1, -1), "glu")
-_register(_along(2, 1), "normalize")
-_register(_over_channels, "local_response_norm", "channel_shuffle")
-_register(_along(2), "roll")
-_register(_flip, "flip")
-_register(
+register(_sample_norm, "group_norm")
+register(_instance_norm, "instance_norm")
+register(_layer_norm, "layer_norm", "rms_norm")
+register(_linear, "linear")
+register(_along(1), "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
+register(_along(1, -1), "glu")
+register(_along(4, -1), "gumbel_softmax")
+register(_cross, "cross")
+register(_along(2, 1), "normalize")
+register(_over_channels, "local_response_norm", "channel_shuffle")
+register(
     _reduce,
     *("mean", "sum", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "std", "var", "var_mean", "std_mean"),
     *("logsumexp", "nansum", "nanmean", "all", "any", "count_nonzero", "median", "mode", "aminmax"),
 )
-_register(_permute, "permute")
-_register(_transpose, "transpose", "swapaxes", "swapdims")
-_register(_movedim, "movedim", "moveaxis")
-_register(_reverse, "t")
-_register(_reshape, "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "_unsafe_view")
-_register(_reshape_as, "reshape_as", "view_as")
-_register(_expand, "expand", "broadcast_to")
-_register(_repeat, "repeat", "tile")
-_register(_cat, "cat", "concat", "concatenate")
-_register(_stack, "stack")
-_register(_split(2), "split", "chunk", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
-_register(_unbind, "unbind")
-_register(_index_select, "index_select", "narrow")
-_register(_take_along, "gather", "take_along_dim")
-_register(_matmul(), "matmul", "bmm", "mm", "mv", "__matmul__")
-_register(_matmul(1), "baddbmm", "addmm", "addbmm")
-_register(_einsum, "einsum")
-_register(_bilinear, "bilinear")
-_register(_compared(2, 1), "cosine_similarity")
-_register(_compared(0, -1), "pairwise_distance")
-_register(_attention, "scaled_dot_product_attention")
-_register(_embedding, "embedding")
-_register(_multi_head_attention, "multi_head_attention_forward")
-_register(_recurrent, "lstm", "gru", "rnn_tanh", "rnn_relu")
-_register(_recurrent_cell, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+register(_permute, "permute")
+register(_transpose, "transpose", "swapaxes", "swapdims")
+register(_movedim, "movedim", "moveaxis")
+register(_reverse, "t")
+register(_reshape, "reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "_unsafe_view")
+register(_reshape_as, "reshape_as", "view_as")
+register(_expand, "expand", "broadcast_to")
+register(_repeat, "repeat", "tile")
+register(_cat, "cat", "concat", "concatenate")
+register(_stack, "stack")
+register(_along_its(1), "hstack", "column_stack")
+register(_along_its(2), "dstack")
+register(_along_its(0), "vstack", "row_stack")
+register(_split(2), "split", "chunk", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
+register(_unbind, "unbind")
+register(_matmul(), "matmul", "bmm", "mm", "mv", "__matmul__")
+register(_matmul(1), "baddbmm", "addmm", "addbmm")
+register(_einsum, "einsum")
+register(_bilinear, "bilinear")
+register(_compared(2, 1), "cosine_similarity")
+register(_compared(0, -1), "pairwise_distance")
+register(_attention, "scaled_dot_product_attention")
+register(_embedding, "embedding")
+register(_multi_head_attention, "multi_head_attention_forward")
+register(_recurrent, "lstm", "gru", "rnn_tanh", "rnn_relu")
+register(_recurrent_cell, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 register_rule(operator.matmul)(_matmul())
-register_rule(operator.getitem)(_getitem)
-register_rule("__getitem__")(_getitem)
 register_rule(getattr)(_getattr)
 register_rule(torch.ops.backdrop.mask)(_mask)
 
@@ -913,7 +885,7 @@ def _without(call: Call, dims: Any) -> Step:
     return call.moved(axes)
 
 
-_register(_norm_of_vectors, "norm", "vector_norm")
+register(_norm_of_vectors, "norm", "vector_norm")
 register_rule(torch.linalg.vector_norm)(_norm_of_vectors)
 
 
@@ -924,7 +896,7 @@ def _renorm(call: Call) -> Step:
     return call.same()
 
 
-_register(_renorm, "renorm")
+register(_renorm, "renorm")
 
 
 def _topk(call: Call) -> Step:
@@ -932,14 +904,14 @@ def _topk(call: Call) -> Step:
     return call.same()
 
 
-_register(_topk, "topk")
+register(_topk, "topk")
 
 
 def _kthvalue(call: Call) -> Step:
     return _without(call, call.argument(2, "dim", -1))
 
 
-_register(_kthvalue, "kthvalue")
+register(_kthvalue, "kthvalue")
 
 
 def _sort(call: Call) -> Step:
@@ -947,12 +919,73 @@ def _sort(call: Call) -> Step:
     return call.same()
 
 
-_register(_sort, "sort", "argsort")
+register(_sort, "sort", "argsort")
 
 
-def _select(call: Call) -> Step:
-    dim = call.argument(1, "dim") % (call.ndim + 1)
-    return call.moved(tuple(axis + (axis >= dim) for axis in call.axes))
+def _quantile(call: Call) -> Step:
+    if not isinstance(call.argument(1, "q"), (int, float)):
+        raise UnsupportedError("it takes several quantiles")
+    return _without(call, call.argument(2, "dim"))
 
 
-_register(_select, "select")
+register(_quantile, "quantile", "nanquantile")
+
+
+def _as_complex(call: Call) -> Step:
+    """Pairs of numbers along the last axis are one number, and the other way round."""
+    if call.name == "view_as_real":
+        call.refuse_along(-1)
+    return call.moved(call.axes)
+
+
+register(_as_complex, "view_as_real", "view_as_complex")
+
+
+def _one_hot(call: Call) -> Step:
+    number = call.argument(1, "num_classes", -1)
+    if not isinstance(number, int) or number < 0:
+        raise UnsupportedError("how many classes it has depends on all samples; give num_classes")
+    call.refuse_along(-1)
+    return call.moved(call.axes)
+
+
+register(_one_hot, "one_hot")
+
+
+def _triangle(call: Call) -> Step:
+    call.refuse_along(-1, -2)
+    return call.same()
+
+
+register(_triangle, "tril", "triu")
+
+
+def _bucketize(call: Call) -> Step:
+    return call.same()
+
+
+register(_bucketize, "bucketize")
+
+
+def _tensordot(call: Call) -> Step:
+    """The axes that are left of one, then those of the other."""
+    dims, pair = call.argument(2, "dims", 2), (call.source, call.argument(1, "other", call.argument(1, "b")))
+    if not all(isinstance(source, fx.Node) and source in call.shapes for source in pair) or pair[0] is pair[1]:
+        raise UnsupportedError("it multiplies a value with itself")
+    ndims = [len(call.shapes[source]) for source in pair]
+    if isinstance(dims, int):
+        dims = (range(ndims[0] - dims, ndims[0]), range(dims))
+    left = [
+        (source, axis)
+        for source, ndim, gone in zip(pair, ndims, dims, strict=True)
+        for axis in range(ndim)
+        if axis not in [each % ndim for each in gone]
+    ]
+    inputs = {
+        source: Tap(tuple(left[axis][1] if left[axis][0] is source else None for axis in call.axes), inner=call.inner)
+        for source in pair
+    }
+    return Step(inputs, inner=call.inner)
+
+
+register(_tensordot, "tensordot")

@@ -123,11 +123,11 @@ def _pool(name: str) -> Callable[[Call], Step]:
     def rule(call: Call) -> Step:
         _batched(call, dimensions)
         settings = named(call.node.args, dict(call.node.kwargs), order)
-        if settings.get("return_indices"):
-            raise UnsupportedError("return_indices=True is not supported")
         spatial = call.spatial()
         if not spatial:
             return call.same()
+        if settings.get("return_indices"):
+            raise UnsupportedError("return_indices=True is not supported")
         kernel = as_tuple(settings["kernel_size"], dimensions)
         stride = settings.get("stride")
         stride = kernel if stride is None or stride == () or stride == [] else as_tuple(stride, dimensions)
@@ -189,15 +189,39 @@ def _adaptive(name: str) -> Callable[[Call], Step]:
             if any(after[a] == 1 for a in spatial):
                 raise UnsupportedError("it pools over all positions")
             return call.slides([None] * len(spatial), cells=[adaptive(before[a], after[a]) for a in spatial])
-        if any(before[a] % after[a] for a in range(dimensions)):
-            raise UnsupportedError("its positions have different numbers of cells")
-        kernel = tuple(n // m for n, m in zip(before, after, strict=True))
-        slides = [Slide(kernel[a], 0, kernel[a] - 1) for a in spatial]
+        return _evenly(call, spatial, plain)
 
-        def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Any:
-            return plain(args[0] if args else kwargs["input"], kernel)
+    return rule
 
-        return call.slides(slides, fill=None, run=run)
+
+def _evenly(call: Call, spatial: Sequence[int], plain: Callable[..., Tensor]) -> Step:
+    """Pooling where every position has as many cells, none of them twice."""
+    before, after = call.before[2:], call.shape[2:]
+    if any(n % m for n, m in zip(before, after, strict=True)):
+        raise UnsupportedError("its positions have different numbers of cells")
+    kernel = tuple(n // m for n, m in zip(before, after, strict=True))
+    slides = [Slide(kernel[a], 0, kernel[a] - 1) for a in spatial]
+
+    def run(args: Sequence[Any], kwargs: dict[str, Any], where: Where) -> Any:
+        return plain(args[0] if args else kwargs["input"], kernel)
+
+    return call.slides(slides, fill=None, run=run)
+
+
+def _lp_pool(dimensions: int) -> Callable[[Call], Step]:
+    def rule(call: Call) -> Step:
+        _batched(call, dimensions)
+        spatial = call.spatial()
+        if not spatial:
+            return call.same()
+        given = named(
+            call.node.args, dict(call.node.kwargs), ("input", "norm_type", "kernel_size", "stride", "ceil_mode")
+        )
+        kernel = as_tuple(given["kernel_size"], dimensions)
+        stride = kernel if given.get("stride") in (None, (), []) else as_tuple(given["stride"], dimensions)
+        if any((call.shape[a + 2] - 1) * stride[a] + kernel[a] > call.before[a + 2] for a in range(dimensions)):
+            raise UnsupportedError("ceil_mode=True is not supported")
+        return call.slides([Slide(stride[a], 0, kernel[a] - 1) for a in spatial], fill=None)
 
     return rule
 
@@ -213,6 +237,8 @@ def _interpolate(call: Call) -> Step:
         return call.same()
     if call.reading:
         return call.slides([None] * len(spatial), cells=[_interpolated(call, given, mode, a) for a in spatial])
+    if mode == "area":
+        return _evenly(call, spatial, (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(call.before) - 3])
     if mode not in ("nearest", "nearest-exact", "linear", "bilinear", "trilinear"):
         raise UnsupportedError(f"mode={mode!r} is not supported")
     if given.get("antialias"):
@@ -430,6 +456,7 @@ for _n in (1, 2, 3):
             for _function in (getattr(_home, _name, None), getattr(_home, f"_{_name}", None)):
                 if _function is not None:
                     register_rule(_function)(_adaptive(_name))
+    register_rule(getattr(F, f"lp_pool{_n}d"))(_lp_pool(_n))
 register_rule(F.interpolate)(_interpolate)
 register_rule(F.pad)(_pad)
 register_rule(torch._C._nn.pad)(_pad)

@@ -20,6 +20,7 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,19 @@ OUT_OF_PLACE: dict[Any, Any] = {
     operator.ixor: operator.xor,
     operator.imatmul: operator.matmul,
 }
+
+
+def set_cells(x: Tensor, index: Any, value: Any) -> Tensor:
+    """`x[index] = value`, out of place."""
+    return write_cells(x.clone(), index, value)
+
+
+def write_cells(x: Tensor, index: Any, value: Any) -> Tensor:
+    x[index] = value
+    return x
+
+
+OUT_OF_PLACE[operator.setitem] = set_cells
 WITHOUT_GRADIENT = "it runs without gradients"
 SHARED = "it writes over a value that is used elsewhere too"
 
@@ -55,7 +69,8 @@ class TraceError(Exception):
 class Traced:
     """A pure graph for inputs of one size. `values` holds a stand-in (without memory) for every result."""
 
-    module: fx.GraphModule
+    root: fx.GraphModule  # where the graph finds attributes
+    graph: fx.Graph
     values: dict[fx.Node, Any] = field(default_factory=dict)
     costs: dict[fx.Node, Cost] = field(default_factory=dict)
     differentiable: set[fx.Node] = field(default_factory=set)
@@ -68,9 +83,10 @@ class Traced:
     unread: set[fx.Node] = field(default_factory=set)  # what stands for sources
     sharing: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)  # calls that change the same running statistics
 
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """All of it as code."""
+        return fx.GraphModule(self.root, self.graph)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Of the tensor, or of the first one where there are several."""
@@ -179,7 +195,7 @@ def clean(path: str) -> str:
 
 
 class StandIns:
-    """Tensors that hold nothing in the place of the inputs of a graph; those of parameters serve for every size."""
+    """Tensors that hold nothing in the place of the inputs of a graph; those of what stays serve for every size."""
 
     def __init__(self) -> None:
         self.mode: Any = None
@@ -190,7 +206,8 @@ class StandIns:
         if isinstance(real, Unread):
             with self.mode:
                 return torch.empty(real.shape, dtype=real.dtype, device=real.device)
-        lasts = isinstance(real, nn.Parameter)
+        number_to_read = real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu"
+        lasts = isinstance(real, nn.Parameter) or not number_to_read
         if lasts and number in self.made:
             of, known = self.made[number]
             if of() is real and _looks_alike(known, real):
@@ -198,7 +215,7 @@ class StandIns:
         made: Any = self.mode.from_tensor(real.detach(), static_shapes=True)
         if lasts:
             self.made[number] = weakref.ref(real), made
-        elif real.ndim == 0 and real.dtype == torch.float64 and real.device.type == "cpu":
+        else:
             made.constant = real.detach().clone()  # a number that a function may read
         return made  # type: ignore[no-any-return]
 
@@ -282,12 +299,17 @@ class _Pass:
         try:
             self.meter.cost, self.meter.draws = Cost(0, 0, 0), False
             target: Any = node.target
-            if _keeps_kind(node, args, kwargs):
-                value: Any = torch.empty_like(args[0])  # type: ignore[arg-type]
+            in_place = False
+            if _keeps_kind(node, args):
+                in_place = kwargs.get("inplace", False) is True or any(a is True for a in args[1:5])
+                value: Any = args[0] if in_place else torch.empty_like(args[0])  # type: ignore[arg-type]
+                if in_place:
+                    self.meter.cost = Cost(1, 0, value.numel() * min(1.0, value.itemsize / 4))
                 if target is F.batch_norm or target is torch.batch_norm:
                     self.meter.cost = self.meter.cost._replace(numbers=NORM * self.meter.cost.numbers)
             elif node.op == "call_function":
                 value = target(*args, **kwargs)
+                value = args[0] if target is operator.setitem else value
             elif node.op == "call_method":
                 value = getattr(args[0], target)(*args[1:], **kwargs)
             else:
@@ -301,6 +323,8 @@ class _Pass:
             self.draws.add(node)
         changed = {id(leaf) for leaf, version in before if leaf._version != version}
         changed |= {id(leaf) for leaf in _running_statistics(node, args, kwargs)}
+        if in_place:
+            changed.add(id(args[0]))
         if changed:
             self.writes[node] = [
                 source for source in sources if any(id(leaf) in changed for leaf in _tensors(self.values[source]))
@@ -324,14 +348,13 @@ LIKE_THE_FIRST = {
 }
 
 
-def _keeps_kind(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if node.op != "call_function" or node.target not in LIKE_THE_FIRST or kwargs.get("inplace", False):
-        return False
+def _keeps_kind(node: fx.Node, args: Sequence[Any]) -> bool:
     return (
-        bool(args)
+        node.op == "call_function"
+        and node.target in LIKE_THE_FIRST
+        and bool(args)
         and isinstance(args[0], Tensor)
         and args[0].is_floating_point()
-        and not any(a is True for a in args[1:5])
     )
 
 
@@ -397,7 +420,8 @@ def _changes_nothing(node: fx.Node, context: list[Any]) -> bool:
 
 
 def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
-    graph, traced = fx.Graph(), Traced(module)
+    graph = fx.Graph()
+    traced = Traced(module, graph)
     order = list(module.graph.nodes)
     place = {node: i for i, node in enumerate(order)}
     constants = {
@@ -424,7 +448,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         copy = graph.node_copy(node, argument)
         if node in pure:
             op, target, args, kwargs = pure[node]
-            traced.in_place[copy] = (copy.op, copy.target, copy.args, copy.kwargs)
+            called: Any = write_cells if copy.target is operator.setitem else copy.target  # which returns what it wrote
+            traced.in_place[copy] = (copy.op, called, copy.args, copy.kwargs)
             new = fx.map_arg((args, kwargs), argument)
             copy.op, copy.target, copy.args, copy.kwargs = op, target, *new
         _without_source(copy, passed.values.get(node))
@@ -437,7 +462,8 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
             traced.draws.add(copy)
         # What is made of a source counts too, with or without weights: there is no tensor that could be computed from.
         made = node in passed.unread and node.op != "placeholder"
-        if made or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
+        put = copy.target is set_cells and any(source in traced.differentiable for source in copy.all_input_nodes)
+        if made or put or any(leaf.requires_grad for leaf in _tensors(node.meta.get("example_value"))):
             traced.differentiable.add(copy)
         if node in passed.unread and node.op == "placeholder":
             traced.unread.add(copy)
@@ -463,7 +489,6 @@ def _purified(module: fx.GraphModule, passed: _Pass) -> Traced:
         needed = copy.users or copy in kept or copy in traced.pinned or copy in traced.draws or is_mark(copy)
         if not needed and rule_of(copy) is not None:
             graph.erase_node(copy)
-    traced.module = fx.GraphModule(module, graph)
     return traced
 
 

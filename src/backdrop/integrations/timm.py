@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from backdrop.graph.look import check_model, mode, quiet
 from backdrop.graph.trace import first_line
+from backdrop.graph.untouched import check_model, mode, quiet
 from backdrop.layers import Backdrop, Backdrop2d
 from backdrop.placement.surgery import insert
 

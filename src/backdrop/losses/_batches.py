@@ -22,9 +22,9 @@ class Batch(NamedTuple):
     Samples without weight are padding: neither positive nor negative, whatever their scores and labels are.
     """
 
-    inputs: Tensor  # (n, problems), with the graph; 0 for padding
-    positive: Tensor  # (n, problems)
-    negative: Tensor  # (n, problems)
+    inputs: Tensor  # (n, problems), with the graph, or (n,) where there is one; 0 for padding
+    positive: Tensor  # (n, problems), or (n,) too
+    negative: Tensor  # the same
     weight: Tensor | None  # (n,), float32 or float64, the largest 1; None where all are
     present: list[int]  # problems that have both
     counts: list[tuple[int, int]]  # how many of each these have
@@ -35,8 +35,8 @@ class Batch(NamedTuple):
 
         (problems, n), the weights in float64.
         """
-        found = [self.inputs, self.positive, self.negative]
-        if len(self.present) < self.inputs.shape[1]:
+        found = [each[:, None] if each.ndim == 1 else each for each in (self.inputs, self.positive, self.negative)]
+        if len(self.present) < found[0].shape[1]:
             found = [each[:, self.present] for each in found]
         inputs, *sides = (each.T for each in found)
         sides = [each.double() for each in sides]
@@ -51,8 +51,7 @@ def gather_batch(
     check_inputs(name, inputs, labels, single_class, group)
     if inputs.ndim not in (1, 2):
         raise ValueError(f"{name} has to have the shape (n,), (n, 1) or (n, classes), but got {tuple(inputs.shape)}")
-    columns = inputs[:, None] if inputs.ndim == 1 else inputs
-    n, problems = columns.shape
+    n, problems = len(inputs), inputs.shape[1] if inputs.ndim == 2 else 1
     if not problems:
         raise ValueError(f"{name} has to have at least one class, but got the shape {tuple(inputs.shape)}")
     if tuple(labels.shape) not in ((n,), (n, problems)):
@@ -60,26 +59,28 @@ def gather_batch(
             f"labels has to have the shape {(n,)} or {(n, problems)} to go with {name} of shape {tuple(inputs.shape)}, "
             f"but got {tuple(labels.shape)}"
         )
-    labels = labels[:, None] if labels.ndim == 1 else labels
     processes = resolve(group)
-    weights = None if weight is None and processes is None else make_weights(weight, columns)
+    weights = None if weight is None and processes is None else make_weights(weight, inputs)
     if processes is not None and weights is not None:
-        packed = torch.cat([columns.double(), labels.double(), weights[:, None].double()], 1)
-        sizes = [problems, labels.shape[1], 1]
+        rows = [each[:, None] if each.ndim == 1 else each for each in (inputs, labels, weights)]
+        packed = torch.cat([each.double() for each in rows], 1)
+        sizes = [problems, packed.shape[1] - problems - 1, 1]
         parts = torch.split(all_gather(packed, processes, same_loss=True), sizes, 1)
-        columns, labels, weights = parts[0].to(inputs.dtype), parts[1].detach(), parts[2][:, 0].to(weights.dtype)
-        n = len(columns)
-    indices = labels.shape[1] < problems
+        inputs, labels, weights = parts[0].to(inputs.dtype), parts[1].detach(), parts[2][:, 0].to(weights.dtype)
+        n = len(inputs)
+    single = problems == 1
+    labels = labels.reshape(-1) if single else labels[:, None] if labels.ndim == 1 else labels
+    indices = not single and labels.shape[1] < problems
     positive = labels == (torch.arange(problems, device=labels.device) if indices else 1)
-    negative = ~positive if indices else labels == 0
+    negative = ~positive if indices or labels.dtype == torch.bool else labels == 0
     found = []
     if weights is not None:
         legal, weights = normalise(weights)
-        padding = weights[:, None] == 0
-        columns = columns.masked_fill(padding, 0)
-        positive, negative = positive & ~padding, negative & ~padding
-        found = [(~padding).sum(0), legal[None]]
-    sides = (positive.view(-1).nonzero().view(-1), negative.view(-1).nonzero().view(-1)) if problems == 1 else None
+        counted = weights > 0
+        inputs = inputs.masked_fill(~(counted if inputs.ndim == 1 else counted[:, None]), 0)
+        positive, negative = (each & (counted if single else counted[:, None]) for each in (positive, negative))
+        found = [counted.sum()[None], legal[None]]
+    sides = (positive.nonzero().view(-1), negative.nonzero().view(-1)) if single else None
     counts = [] if sides is None else [len(side) for side in sides]
     if sides is None or found:
         found = [*([positive.sum(0), negative.sum(0)] if sides is None else []), *found]
@@ -94,7 +95,7 @@ def gather_batch(
         given = labels if weights is None else labels[weights > 0]
         raise ValueError(f"labels has to hold {what}, but got {torch.unique(given)[:10].tolist()}")
     both = [(i, each) for i, each in enumerate(zip(positives, negatives, strict=True)) if all(each)]
-    return Batch(columns, positive, negative, weights, [i for i, _ in both], [each for _, each in both], sides)
+    return Batch(inputs, positive, negative, weights, [i for i, _ in both], [each for _, each in both], sides)
 
 
 def wide(x: Tensor) -> torch.dtype:

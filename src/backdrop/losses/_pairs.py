@@ -20,86 +20,90 @@ from torch import Tensor
 
 from backdrop.losses._batches import Batch, wide
 from backdrop.losses._loss import once
-from backdrop.losses._soft_ranks import (
-    comparable,
-    full_precision,
-    in_parts,
-    scaled,
-    sigmoids,
-    signed,
-    spread_of,
-    sums,
-    terms_for,
-)
+from backdrop.losses._soft_ranks import Scores, comparable, full_precision, in_parts, signed, spread_of, sums, terms_for
 
 PAIRS = 2**18  # in work at a time, and up to which all at once are faster than sorting
 FEW = 32  # scores of a kind: then sorting the others takes longer than it saves
+FAR = 1e150  # up to which sums of squares do not overflow
 Means: TypeAlias = tuple[Tensor, Tensor]  # L, dL/dx
 
 
-def with_gradient(scores: Tensor, compute: Callable[[Tensor], Means]) -> Tensor:
-    """A loss that is computed along with its gradient: `compute` gives both for the scores."""
+def with_gradient(compute: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor) -> Tensor:
+    """A loss that is computed along with its gradients: `compute` gives the loss of its inputs, and one of each."""
     if torch._C._are_functorch_transforms_active():
-        return _Transformed.apply(scores, compute)[0]  # type: ignore[no-any-return, no-untyped-call]
-    return WithGradient.apply(scores, compute)  # type: ignore[no-any-return, no-untyped-call]
+        return _Transformed.apply(compute, *inputs)[0]  # type: ignore[no-any-return, no-untyped-call]
+    return WithGradient.apply(compute, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, compute: Callable[[Tensor], Means]) -> Tensor:
-        with full_precision(scores):
-            value, gradient = compute(scores.detach())
-        ctx.save_for_backward(gradient, scores)
-        return value.to(wide(scores))
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        with full_precision(inputs[0]):
+            value, *gradients = compute(*inputs)
+        kind = wide(inputs[0])
+        ctx.save_for_backward(*inputs, *(each if each is None else each.to(kind) for each in gradients))
+        return value.to(kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        gradient, scores = ctx.saved_tensors
-        product = (grad * gradient).to(scores.dtype)
-        if torch.is_grad_enabled():
-            product = once(product, scores)
-        return product, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_products(grad, ctx.saved_tensors, torch.is_grad_enabled())
+
+
+def _products(grad: Tensor, saved: tuple[Tensor, ...], guarded: bool) -> list[Tensor | None]:
+    inputs, gradients = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+    found: list[Tensor | None] = []
+    for x, gradient in zip(inputs, gradients, strict=True):
+        product = None if gradient is None else (grad * gradient).to(x.dtype)
+        found.append(once(product, *inputs) if guarded and product is not None else product)
+    return found
 
 
 class _Transformed(torch.autograd.Function):
-    """The same under `torch.func`: a little slower. vmap goes over scores; labels decide what is computed."""
+    """The same under `torch.func`: a little slower. vmap goes over inputs; labels decide what is computed."""
 
     @staticmethod
     @signed
-    def forward(scores: Tensor, compute: Callable[[Tensor], Means]) -> Means:
-        with full_precision(scores):
-            value, gradient = compute(scores.detach())
-        return value.to(wide(scores)), gradient
+    def forward(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        with full_precision(inputs[0]):
+            value, *gradients = compute(*(x.detach() for x in inputs))
+        return value.to(wide(inputs[0])), *gradients
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Means) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1], inputs[0])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[1:], *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
-        gradient, scores = ctx.saved_tensors
-        return once((grad * gradient).to(scores.dtype), scores), None
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return None, *_products(grad, ctx.saved_tensors, True)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], scores: Tensor, compute: Callable[[Tensor], Means]) -> Any:
-        found = [_Transformed.apply(each, compute) for each in scores.movedim(dims[0], 0)]  # type: ignore[no-untyped-call]
-        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0, 0)
+    def vmap(info: Any, dims: tuple[Any, ...], compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Any:
+        rows = [
+            [x if dim is None else x.select(dim, k) for x, dim in zip(inputs, dims[1:], strict=True)]
+            for k in range(info.batch_size)
+        ]
+        found = [_Transformed.apply(compute, *row) for row in rows]  # type: ignore[no-untyped-call]
+        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * (1 + len(inputs))
+
+
+# For positives i and negatives j, by their numbers, and their weights (None: all 1): sum_ij u_i v_j f(x_j - x_i), and
+# over `factor` its derivatives by x_j, and by -x_i.
+Tile: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
 class Kernel(NamedTuple):
     """f, as two ways to sum it up: over all pairs, and over sorted scores."""
 
-    # Scores in the dtype to compute in, and what f(x) shall be divided by; None where only `ordered` will do.
-    prepare: Callable[[Tensor], tuple[Tensor, float] | None]
-    # For positives a, negatives b, their weights (None: all 1) and that divisor: sum_ij u_i v_j f(b_j - a_i), and over
-    # `factor` its derivatives by b, and by -a.
-    tile: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor, Tensor]]
+    # For scores (n,), and whether one of them is NaN, if that is known; no tile where only `ordered` will do.
+    prepare: Callable[[Tensor], tuple[Tile | None, Tensor | None]]
     # L and dL/dx of each problem for x, u and v, (problems, n), the weights in float64.
     ordered: Callable[[Tensor, Tensor, Tensor], Means]
     factor: float
     # Of the weights of negatives those that count.
     choose: Callable[[Tensor, Tensor], Tensor] | None = None
+    # The same for scores (m,) that all have the weight 1: which count, and their weights; None if it is not simple.
+    choose_few: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
 
 
 def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
@@ -107,92 +111,89 @@ def mean_over_pairs(batch: Batch, kernel: Kernel) -> Tensor:
 
     def compute(inputs: Tensor) -> Means:
         if batch.sides is not None:
-            given = inputs[:, batch.present[0]]
+            given = inputs.detach().view(-1)
             pairs = _Pairs(given, batch.sides, batch.weight, kernel)
             few, many = sorted((len(pairs.i), len(pairs.j)))
-            if (few <= FEW or few * many <= PAIRS) and (prepared := kernel.prepare(given)) is not None:
-                return _all_pairs(pairs, *prepared, batch, kernel)
+            tile, broken = kernel.prepare(given) if few <= FEW or few * many <= PAIRS else (None, None)
+            if tile is not None:
+                value, gradient = _all_pairs(given, pairs, tile, kernel.factor)
+                if broken is not None:
+                    value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill_(broken, math.nan)
+                return value, gradient.view(inputs.shape)
         x, u, v = batch._replace(inputs=inputs).columns()
         x = x.detach()
         value, gradient = kernel.ordered(x, u, v if kernel.choose is None else kernel.choose(x, v))
         return mean_over_problems(x, value, gradient, batch)
 
-    return with_gradient(batch.inputs, compute)
+    return with_gradient(compute, batch.inputs)
 
 
 def mean_over_problems(x: Tensor, value: Tensor, gradient: Tensor, batch: Batch) -> Means:
     broken = x.isnan().any(1)  # sorting would hide it
     value = value.masked_fill(broken, math.nan).mean()
     gradient = (gradient.masked_fill(broken[:, None], math.nan) / len(x)).T
-    if len(batch.present) < batch.inputs.shape[1]:
+    if batch.inputs.ndim == 2 and len(batch.present) < batch.inputs.shape[1]:
         where = torch.tensor(batch.present, device=x.device)
         gradient = gradient.new_zeros(batch.inputs.shape).index_copy_(1, where, gradient)
-    return value, gradient
+    return value, gradient.reshape(batch.inputs.shape)
 
 
 class _Pairs:
     """Positives i and negatives j of one problem, with their weights (None: all 1), those that count alone."""
 
     def __init__(self, x: Tensor, sides: tuple[Tensor, Tensor], weight: Tensor | None, kernel: Kernel) -> None:
-        self.given, (self.i, self.j) = x, sides
-        self.u = None if weight is None else weight[self.i]
-        self.v = None if weight is None else weight[self.j]
-        if kernel.choose is not None:
-            v = torch.ones_like(self.j, dtype=torch.float64) if self.v is None else self.v.double()
-            v = kernel.choose(x[self.j][None], v[None])[0]
-            counted = v != 0
-            self.j, self.v = self.j[counted], v[counted]
+        self.i, self.j = sides
+        self.u = None if weight is None else weight[self.i].double()
+        self.v = None if weight is None else weight[self.j].double()
+        if kernel.choose is None:
+            return
+        x = x[self.j]
+        if weight is None and kernel.choose_few is not None and (found := kernel.choose_few(x)) is not None:
+            self.j, self.v = self.j[found[0]], found[1]
+            return
+        v = torch.ones_like(self.j, dtype=torch.float64) if self.v is None else self.v
+        v = kernel.choose(x[None], v[None])[0]
+        counted = v != 0
+        self.j, self.v = self.j[counted], v[counted]
 
 
-def _all_pairs(pairs: _Pairs, x: Tensor, divisor: float, batch: Batch, kernel: Kernel) -> Means:
-    given, i, j = pairs.given, pairs.i, pairs.j
-    u, v = (None if each is None else each.to(x.dtype) for each in (pairs.u, pairs.v))
-    a, b = x[i], x[j]
-    alone = len(i) * len(j) <= PAIRS
-    gradient = torch.zeros(batch.inputs.shape, dtype=x.dtype if alone else torch.float64, device=x.device)
-    column = gradient[:, batch.present[0]]
-    if alone:
-        value, to_a, to_b = kernel.tile(a, b, u, v, divisor)
-        column.index_add_(0, i, to_a, alpha=-1).index_add_(0, j, to_b)
-    else:  # tiles along the longer side
-        value = gradient.new_zeros(())
-        step, longer = max(1, PAIRS // min(len(i), len(j))), max(len(i), len(j))
-        for part in (slice(k, k + step) for k in range(0, longer, step)):
-            r, c = (slice(None), part) if len(j) == longer else (part, slice(None))
-            found, to_a, to_b = kernel.tile(
-                a[r], b[c], None if u is None else u[r], None if v is None else v[c], divisor
-            )
-            value = value + found
-            column.index_add_(0, i[r], to_a.double(), alpha=-1).index_add_(0, j[c], to_b.double())
+def _all_pairs(x: Tensor, pairs: _Pairs, tile: Tile, factor: float) -> Means:
+    i, j, u, v = pairs.i, pairs.j, pairs.u, pairs.v
+    gradient = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     total = (len(i) if u is None else u.sum()) * (len(j) if v is None else v.sum())
-    value, gradient = value / total, gradient.mul_(kernel.factor / total)
-    if x.dtype == torch.float64:  # else no score is NaN
-        broken = given.isnan().any()
-        value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill_(broken, math.nan)
-    return value, gradient
+    alone = len(i) * len(j) <= PAIRS
+    if alone and not isinstance(total, Tensor):
+        value, to_a, to_b = tile(i, j, u, v)
+        gradient.index_add_(0, i, to_a, alpha=-factor / total).index_add_(0, j, to_b, alpha=factor / total)
+        return value / total, gradient
+    value = gradient.new_zeros(())
+    step, longer = max(1, PAIRS // min(len(i), len(j))), max(len(i), len(j))
+    for part in (slice(k, k + step) for k in range(0, longer, step)):  # tiles along the longer side
+        r, c = (slice(None), part) if len(j) == longer else (part, slice(None))
+        found, to_a, to_b = tile(i[r], j[c], None if u is None else u[r], None if v is None else v[c])
+        value = value + found
+        gradient.index_add_(0, i[r], to_a, alpha=-1).index_add_(0, j[c], to_b)
+    return value / total, gradient.mul_(factor / total)
 
 
-def dot(x: Tensor, weight: Tensor | None) -> Tensor:
-    """Sums over the last axis. In float32 torch's sums are more exact than its products."""
-    return x.sum(-1) if weight is None else x @ weight if x.dtype == torch.float64 else (x * weight).sum(-1)
-
-
-def times(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * weight
-
-
-def rank_statistic(temperature: float, choose: Callable[[Tensor, Tensor], Tensor] | None = None) -> Kernel:
+def rank_statistic(
+    temperature: float,
+    choose: Callable[[Tensor, Tensor], Tensor] | None = None,
+    choose_few: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None,
+) -> Kernel:
     """f(x) = sigmoid(x / temperature)."""
 
-    def prepare(x: Tensor) -> tuple[Tensor, float]:
-        return scaled(x, temperature)
+    def prepare(x: Tensor) -> tuple[Tile, Tensor | None]:
+        scores = Scores(x, temperature)
 
-    def tile(a: Tensor, b: Tensor, u: Tensor | None, v: Tensor | None, divisor: float) -> tuple[Tensor, Tensor, Tensor]:
-        slope, y = sigmoids(b - a[:, None], divisor)
-        value = y.sum() if u is None and v is None else dot(dot(y, v), u)
-        slope.mul_(y)
-        to_a, to_b = dot(slope, v), dot(slope.T, u)
-        return value, times(to_a, u), times(to_b, v)
+        def tile(i: Tensor, j: Tensor, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            matrix = scores.matrix(i, j)
+            above = matrix.above(v)
+            value = above.sum() if u is None else u @ above
+            to_a, to_b = matrix.slopes(v), matrix.slopes_to(u)
+            return value, to_a if u is None else to_a.mul_(u), to_b if v is None else to_b.mul_(v)
+
+        return tile, scores.broken
 
     def ordered(x: Tensor, u: Tensor, v: Tensor) -> Means:
         above, slope = sums(comparable(x), torch.stack([v, u], 1), temperature, terms_for(x), 1)
@@ -200,28 +201,30 @@ def rank_statistic(temperature: float, choose: Callable[[Tensor, Tensor], Tensor
         gradient = (v * slope[:, 1]).sub_(u * slope[:, 0])
         return (u * above[:, 0]).sum(1) / total, gradient.div_(temperature * total[:, None])
 
-    return Kernel(prepare, tile, ordered, 1 / temperature, choose)
+    return Kernel(prepare, ordered, 1 / temperature, choose, choose_few)
 
 
 def squared_hinge(margin: float) -> Kernel:
     """f(x) = max(0, margin + x)^2."""
 
-    def prepare(x: Tensor) -> tuple[Tensor, float] | None:
-        spread = spread_of(x) + margin
-        if x.dtype != torch.float64 and spread < 1e15:  # sums of squares do not overflow
-            return x.float(), 1.0
-        return (x.double(), 1.0) if spread < math.inf else None
+    def prepare(x: Tensor) -> tuple[Tile | None, Tensor | None]:
+        if not spread_of(x) + margin < FAR:
+            return None, None
+        wide = x.double()
 
-    def tile(a: Tensor, b: Tensor, u: Tensor | None, v: Tensor | None, divisor: float) -> tuple[Tensor, Tensor, Tensor]:
-        y = (b - a[:, None]).add_(margin).clamp_(min=0)
-        to_a, to_b = dot(y, v), dot(y.T, u)
-        return dot(dot(y.square_(), v), u), times(to_a, u), times(to_b, v)
+        def tile(i: Tensor, j: Tensor, u: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            y = (wide[j] - wide[i, None]).add_(margin).clamp_(min=0)
+            to_a, to_b = (y.sum(1), y.sum(0)) if u is None or v is None else ((y @ v).mul_(u), (u @ y).mul_(v))
+            y.square_()
+            return y.sum() if u is None or v is None else u @ (y @ v), to_a, to_b
+
+        return tile, None
 
     def ordered(x: Tensor, u: Tensor, v: Tensor) -> Means:
         value, gradient = in_parts(partial(sorted_hinge, margin=margin), x.double(), u, v)
         return value, gradient
 
-    return Kernel(prepare, tile, ordered, 2.0)
+    return Kernel(prepare, ordered, 2.0)
 
 
 def sorted_hinge(x: Tensor, u: Tensor, v: Tensor, margin: float) -> Means:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal, localcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,8 @@ from torch import Tensor, nn
 ROW = 16  # scores in a row: pairs within rows cost as much as the moments
 CHUNK = {"cpu": 2**16, "cuda": 2**22}  # scores in work at a time: what stays in a core's cache, and what fills a GPU
 AT_ONCE = 2**20  # scores of several problems that are sorted together
-PAIRS = 2**20  # up to which all at once are faster than sorting in float32; half as many in float64
-NARROW = 16  # temperatures between the scores up to which all pairs may be taken in float32
-FEW = 64  # scores up to which float64 costs nothing, while there are too few errors to cancel each other
+PAIRS = 2**20  # up to which all at once are faster than sorting
+RANGE = 300.0  # exp(300), exp(-300) and their squares are numbers like any other in float64
 TERMS = {torch.float64: 21, torch.float32: 12}  # for errors below 1e-13, and below 3e-8
 TINY = torch.finfo(torch.float64).tiny
 NO_SECOND = "this loss has no second derivatives; its gradient is computed by hand, along with its value"
@@ -94,22 +93,114 @@ def in_parts(compute: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple
     return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
+def bounds_of(x: Tensor) -> tuple[float, float]:
+    """The lowest and the highest score; NaN where one is."""
+    if not x.numel():
+        return 0.0, 0.0
+    low, high = x.aminmax()
+    return float(low), float(high)
+
+
 def spread_of(x: Tensor) -> float:
     """How far apart the scores are; NaN or infinity where one is."""
-    if not x.numel():
-        return 0.0
-    low, high = x.aminmax()
-    return float(high) - float(low)
+    low, high = bounds_of(x)
+    return high - low
 
 
-def scaled(x: Tensor, temperature: float) -> tuple[Tensor, float]:
-    """Scores in the dtype to take all pairs in, and the temperature for them.
+def sigmoids(apart: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid(-x) and sigmoid(x): their product is the slope, without cancellation. Changes `apart`."""
+    return apart.neg().sigmoid_(), apart.sigmoid_()
 
-    Rounding a difference to float32 changes sigmoid' of it by so many times 6e-8 as it has temperatures.
+
+def times(matrix: Tensor, v: Tensor) -> Tensor:
+    """Sums over the last axis, of each problem."""
+    return matrix @ v if v.ndim == 1 else (matrix @ v[..., None])[..., 0]
+
+
+class Scores:
+    """Scores (n,) or (problems, n) of which all pairs are to be taken.
+
+    With e = exp(x / T), sigmoid((x_j - x_i) / T) = e_j / (e_i + e_j) and its slope e_i e_j / (e_i + e_j)^2: nothing
+    cancels, and no pair costs an exponential. Where e would leave the range of numbers, by sigmoids of differences.
     """
-    if x.dtype != torch.float64 and x.shape[-1] > FEW and spread_of(x) <= NARROW * temperature:
-        return x.detach().float(), temperature
-    return comparable(x), temperature / 4
+
+    def __init__(self, x: Tensor, temperature: float, bounds: tuple[float, float] | None = None) -> None:
+        self.broken: Tensor | None = None  # which problems hold NaN; None where none does
+        self.e: Tensor | None = None
+        self.temperature = self.divisor = temperature
+        low, high = bounds_of(x.detach()) if bounds is None else bounds
+        self.apart = high - low
+        if self.apart <= RANGE * temperature:
+            self.x = x.detach().double()
+            if max(-low, high) > min(2 * self.apart, RANGE * temperature):
+                self.x = self.x - (low / 2 + high / 2)
+            self.e = (self.x / temperature).exp_()
+        else:
+            if not self.apart < math.inf:
+                self.broken = x.isnan().any(-1)
+            self.x, self.divisor = comparable(x), temperature / 4
+
+    def matrix(self, rows: Tensor | None = None, columns: Tensor | None = None) -> Matrix:
+        """Of some scores i against some j; all by default."""
+        e = self.x if self.e is None else self.e
+        a, b = (e if at is None else e.index_select(-1, at) for at in (rows, columns))
+        if self.e is not None:
+            return Matrix(a, b, (a[..., None] + b[..., None, :]).reciprocal_())
+        slope, y = sigmoids((b[..., None, :] - a[..., None]).div_(self.divisor))
+        return Matrix(None, None, y, slope.mul_(y))
+
+    def centred(self, matrix: Matrix, v: Tensor | None) -> Tensor:
+        """What `matrix.above(v)` lacks to half of all: e_j / (e_i + e_j) - 1/2 = (e_j - e_i) / (e_i + e_j) / 2."""
+        if self.e is None or self.apart > self.temperature:
+            return matrix.above(v) - (self.x.shape[-1] if v is None else v.sum(-1, keepdim=True)) / 2
+        less = (self.x / self.temperature).expm1_()  # e - 1, with all digits
+        own = matrix.y.sum(-1) if v is None else times(matrix.y, v)
+        return times(matrix.y, less if v is None else less * v).sub_(own.mul_(less)).div_(2)
+
+    def mark(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """With NaN in the results of problems that hold NaN; the first axis of each is that of problems."""
+        if (broken := self.broken) is None:
+            return found
+        return tuple(
+            each.masked_fill(broken.view(broken.shape + (1,) * (each.ndim - broken.ndim)), math.nan) for each in found
+        )
+
+
+class Matrix:
+    """y_ij = sigmoid((x_j - x_i) / T) and its slope s_ij, and sums over either for weights of columns j or rows i."""
+
+    def __init__(self, rows: Tensor | None, columns: Tensor | None, y: Tensor, slope: Tensor | None = None) -> None:
+        self.rows, self.columns = rows, columns  # e of them; None where `y` and `slope` are what they say
+        self.y, self.slope = y, slope  # else 1 / (e_i + e_j), and its square as soon as it is asked for
+
+    def keep(self, which: Tensor) -> None:
+        """Only those pairs, others are 0."""
+        self.y.mul_(which)
+        if self.slope is not None:
+            self.slope.mul_(which)
+
+    def above(self, v: Tensor | None = None) -> Tensor:
+        """sum_j v_j y_ij. Not after any slope."""
+        if self.columns is None:
+            return self.y.sum(-1) if v is None else times(self.y, v)
+        return times(self.y, self.columns if v is None else self.columns * v)
+
+    def slopes(self, v: Tensor | None = None) -> Tensor:
+        """sum_j v_j s_ij."""
+        if self.rows is None or self.columns is None:
+            return self._slope().sum(-1) if v is None else times(self._slope(), v)
+        return times(self._slope(), self.columns if v is None else self.columns * v).mul_(self.rows)
+
+    def slopes_to(self, u: Tensor | None = None) -> Tensor:
+        """sum_i u_i s_ij."""
+        if self.rows is None or self.columns is None:
+            return self._slope().sum(-2) if u is None else times(self._slope().mT, u)
+        return times(self._slope().mT, self.rows if u is None else self.rows * u).mul_(self.columns)
+
+    def _slope(self) -> Tensor:
+        if self.slope is None:
+            self.slope = self.y.mul_(self.y)
+        return self.slope
 
 
 def signed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,40 +209,84 @@ def signed(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-class SoftSums(torch.autograd.Function):
-    """F of scores (problems, n) for weights (problems, kinds, n), in float64: (problems, kinds, n).
+Back: TypeAlias = Callable[[Tensor], Tensor]  # of the gradient of F that of x
 
-    The second result is for the backward pass: D, or where there are few enough pairs sigmoid' of each,
-    (problems, 1, n, n). Weights get no gradient.
+
+def soft_sums(x: Tensor, weight: Tensor | None, temperature: float) -> tuple[Tensor, Back]:
+    """F in float64 of scores (n,) or (problems, n) for such weights, by default 1."""
+    if x.numel() * x.shape[-1] > PAIRS:
+        return _sums_of_many(x, weight, temperature)
+    scores = Scores(x, temperature)
+    matrix = scores.matrix()
+    return scores.mark(matrix.above(weight))[0], _back(scores, matrix, weight)
+
+
+def centred_sums(
+    x: Tensor, weight: Tensor | None, temperature: float, bounds: tuple[float, float] | None = None
+) -> tuple[Tensor, Back]:
+    """The same less their mean, with all digits where temperatures are high, and sums nearly the same."""
+    if x.numel() * x.shape[-1] > PAIRS:
+        value, back = _sums_of_many(x, weight, temperature)
+        return value - (x.shape[-1] if weight is None else weight.sum(-1, keepdim=True)) / 2, back
+    scores = Scores(x, temperature, bounds)
+    matrix = scores.matrix()
+    return scores.mark(scores.centred(matrix, weight))[0], _back(scores, matrix, weight)
+
+
+def _back(scores: Scores, matrix: Matrix, weight: Tensor | None) -> Back:
+    def back(gradient: Tensor) -> Tensor:
+        # A share of the weights in the gradient has no effect. Without it nothing large cancels.
+        if weight is None:
+            gradient = gradient - gradient.mean(-1, keepdim=True)
+            result = matrix.slopes(gradient).sub_(matrix.slopes().mul_(gradient))
+        else:
+            share = gradient.sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_(min=TINY)
+            gradient = gradient - weight * share
+            result = matrix.slopes(gradient).mul_(weight).sub_(matrix.slopes(weight).mul_(gradient))
+        return scores.mark(result.div_(scores.temperature))[0]
+
+    return back
+
+
+def _sums_of_many(x: Tensor, weight: Tensor | None, temperature: float) -> tuple[Tensor, Back]:
+    shape, x = x.shape, x.view(-1, x.shape[-1])
+    weight = torch.ones_like(x, dtype=torch.float64) if weight is None else weight.expand(shape).view(x.shape)
+    x, broken, terms = comparable(x), x.isnan().any(-1, keepdim=True), terms_for(x)
+    value, slope = (each[:, 0] for each in sums(x, weight[:, None], temperature, terms, 1))
+
+    def back(gradient: Tensor) -> Tensor:
+        gradient = gradient.reshape(x.shape)
+        wrong = broken | ~gradient.isfinite().all(-1, keepdim=True)
+        gradient = gradient.masked_fill(wrong, 0)
+        other = sums(x, gradient[:, None], temperature, terms, 0)[1][:, 0]
+        result = (weight * other).sub_(gradient * slope).div_(temperature)
+        return result.masked_fill_(wrong, math.nan).view(shape)
+
+    return value.masked_fill_(broken, math.nan).view(shape), back
+
+
+class SoftSums(torch.autograd.Function):
+    """F of scores (problems, n) for weights (problems, n), in float64, under `torch.func`. Weights get no gradient.
+
+    The second result is for the backward pass: D.
     """
 
     @staticmethod
     @signed
-    def forward(x: Tensor, weight: Tensor, temperature: float, exact: bool) -> tuple[Tensor, Tensor]:
-        if (found := _few(x, temperature, exact)) is not None:
-            value, kept = _matrix(*found, weight)
-            if kept.dtype == torch.float32:  # then no score is NaN
-                return value, kept
-        else:
-            value, kept = sums(comparable(x), weight, temperature, terms_for(x), weight.shape[1])
-        return value.masked_fill_(x.isnan().any(-1)[:, None, None], math.nan), kept
+    def forward(x: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        value, kept = sums(comparable(x), weight[:, None], temperature, terms_for(x), 1)
+        return value[:, 0].masked_fill_(x.isnan().any(-1)[:, None], math.nan), kept[:, 0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, ctx.temperature, _ = inputs
-        ctx.pairwise = output[1].ndim == 4
+        x, weight, ctx.temperature = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(x, weight, output[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-        x, weight, kept = ctx.saved_tensors
-        if ctx.pairwise and not torch.is_grad_enabled():  # the usual case, without what the other ones need
-            return _gradient_of_pairs(gradient, x, weight, kept, ctx.temperature), None, None, None
-        result: Tensor = _Gradient.apply(  # type: ignore[no-untyped-call]
-            gradient, x, weight, kept, ctx.temperature, ctx.pairwise
-        )
-        return result, None, None, None
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        result: Tensor = _Gradient.apply(gradient, *ctx.saved_tensors, ctx.temperature)  # type: ignore[no-untyped-call]
+        return result, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
@@ -165,21 +300,12 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     @signed
-    def forward(
-        gradient: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        kept: Tensor,
-        temperature: float,
-        pairwise: bool,
-    ) -> Tensor:
-        if pairwise:
-            return _gradient_of_pairs(gradient, x, weight, kept, temperature)
-        broken = x.isnan().any(-1) | ~gradient.isfinite().flatten(1).all(1)
-        gradient = gradient.masked_fill(broken[:, None, None], 0)
-        _, slope = sums(comparable(x), gradient.contiguous(), temperature, terms_for(x), 0)
-        result = (weight * slope).sub_(gradient * kept).sum(1).div_(temperature)
-        return result.masked_fill_(broken[:, None], math.nan).to(x.dtype)
+    def forward(gradient: Tensor, x: Tensor, weight: Tensor, kept: Tensor, temperature: float) -> Tensor:
+        broken = x.isnan().any(-1, keepdim=True) | ~gradient.isfinite().all(-1, keepdim=True)
+        gradient = gradient.masked_fill(broken, 0)
+        _, slope = sums(comparable(x), gradient[:, None], temperature, terms_for(x), 0)
+        result = (weight * slope[:, 0]).sub_(gradient * kept).div_(temperature)
+        return result.masked_fill_(broken, math.nan).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -206,48 +332,8 @@ def _folded(info: Any, dims: tuple[Any, ...], inputs: tuple[Any, ...]) -> list[A
     return found
 
 
-def _gradient_of_pairs(gradient: Tensor, x: Tensor, weight: Tensor, slope: Tensor, temperature: float) -> Tensor:
-    """That of x, from sigmoid' of each pair, which is symmetric.
-
-    A share of the weights in the gradient has no effect. Without it nothing large cancels.
-    """
-    gradient = gradient - weight * (gradient.sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=TINY))
-    result = weight * _summed(gradient, slope[:, 0]) - gradient * _summed(weight, slope[:, 0])
-    result = result.sum(1) / temperature
-    if slope.dtype == torch.float64:  # else no score is NaN
-        result = result.masked_fill(x.isnan().any(-1, keepdim=True), math.nan)
-    return result.to(x.dtype)
-
-
 def terms_for(x: Tensor) -> int:
     return TERMS[torch.float64 if x.dtype == torch.float64 else torch.float32]
-
-
-def _few(x: Tensor, temperature: float, exact: bool) -> tuple[Tensor, float] | None:
-    """Scores and temperature to take all pairs with at once, where that is the faster way."""
-    pairs = x.numel() * x.shape[-1]
-    if pairs > PAIRS:
-        return None
-    wide, divisor = (comparable(x), temperature / 4) if exact else scaled(x, temperature)
-    return (wide, divisor) if wide.dtype == torch.float32 or 2 * pairs <= PAIRS else None
-
-
-def _matrix(x: Tensor, temperature: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """F, and sigmoid' of each pair (problems, 1, n, n)."""
-    slope, y = sigmoids(x[:, None, :] - x[:, :, None], temperature)
-    return _summed(weight, y).double(), slope.mul_(y)[:, None]
-
-
-def _summed(weight: Tensor, y: Tensor) -> Tensor:
-    """sum_j w_j y_ij. In float32 torch's sums are more exact than its products of matrices."""
-    return (weight[:, :, None].to(y.dtype) * y[:, None]).sum(-1)
-
-
-def sigmoids(apart: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """sigmoid(-x) and sigmoid(x): their product is the slope, without cancellation. Changes `apart`."""
-    if divisor != 1:
-        apart.div_(divisor)
-    return apart.neg().sigmoid_(), apart.sigmoid_()
 
 
 def sums(x: Tensor, weight: Tensor, temperature: float, terms: int, values: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -116,15 +117,14 @@ def partial_auc_loss(
         >>> partial_auc_loss(scores, labels, max_fpr=0.25, temperature=1)
         tensor(0.2689)
     """
-    choose = partial(highest, share=check_number("max_fpr", max_fpr))
-    kernel = _pairs.rank_statistic(check_number("temperature", temperature), choose)
+    share = check_number("max_fpr", max_fpr)
+    choose = (partial(highest, share=share), partial(highest_of, share=share)) if share < 1 else ()
+    kernel = _pairs.rank_statistic(check_number("temperature", temperature), *choose)
     return _loss(gather_batch("scores", scores, labels, weight, single_class, group), single_class, kernel)
 
 
 def highest(x: Tensor, weight: Tensor, share: float) -> Tensor:
     """The weights of the highest scores of each problem up to a share of their total, those at the border in part."""
-    if share == 1:
-        return weight
     ordered, order = x.masked_fill(weight == 0, -torch.inf).sort(descending=True)
     upto = weight.gather(1, order).cumsum(1)
     wanted = share * upto[:, -1:]
@@ -132,6 +132,19 @@ def highest(x: Tensor, weight: Tensor, share: float) -> Tensor:
     above, at = (weight * (x > border)), (weight * (x == border))
     part = (wanted - above.sum(1, keepdim=True)) / at.sum(1, keepdim=True)
     return above.addcmul_(at, part.clamp(0, 1))
+
+
+def highest_of(x: Tensor, share: float) -> tuple[Tensor, Tensor] | None:
+    """The same where each counts the same, and no two at the border tie: which these are, and their weights."""
+    wanted = share * len(x)
+    count = math.ceil(wanted)
+    values, index = x.topk(min(count + 1, len(x)))
+    edge = values[max(count - 2, 0) :].tolist()
+    if len(set(edge)) < len(edge):
+        return None
+    weight = torch.ones(count, dtype=torch.float64, device=x.device)
+    weight[-1] = wanted - (count - 1)
+    return index[:count], weight
 
 
 def _loss(batch: Batch, single_class: SingleClass, kernel: _pairs.Kernel) -> Tensor:

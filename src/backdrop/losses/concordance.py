@@ -22,12 +22,10 @@ from backdrop.losses._batches import (
     check_weights,
     make_weights,
     normalise,
-    on_host,
-    wide,
 )
 from backdrop.losses._loss import Loss, nothing_to_compare
 from backdrop.losses._pairs import Means, with_gradient
-from backdrop.losses._soft_ranks import comparable, scaled, sigmoids, sorted_sums, spread_of, terms_for
+from backdrop.losses._soft_ranks import Scores, bounds_of, comparable, sigmoids, sorted_sums, spread_of, terms_for
 
 BLOCK = 64  # samples next to each other in time, all pairs of which are taken at once
 FEW = 1536  # samples up to which all pairs are
@@ -90,28 +88,28 @@ def concordance_loss(
         check_weights(bool(legal))
         counted = shares > 0
         hazards, t, happened, *weights = (each[counted] for each in (hazards, t, happened, shares.double()))
-    right = ((happened == 0) | (happened == 1)).all()
-    for passed, message in zip(
-        on_host(torch.stack([right, ~t.isnan().any()])),
-        ("events has to hold 0 and 1", "times has to hold numbers"),
-        strict=True,
-    ):
-        if not passed:
-            raise ValueError(f"{message}, but got others")
+    no_event = happened == 0
+    first, last = bounds_of(t)
+    if not bool((no_event | (happened == 1)).all()):
+        raise ValueError("events has to hold 0 and 1, but got others")
+    if math.isnan(first):
+        raise ValueError("times has to hold numbers, but got others")
     if len(t) <= FEW:
-        t = t.nan_to_num()  # infinite ones as large as can be
-        until = torch.where(happened == 0, t.nextafter(t.new_tensor(math.inf)), t)  # a little later at the same time
-        pairs = (until > t.masked_fill(happened == 0, math.inf)[:, None]).to(wide(hazards))
-        if weights:
-            pairs = pairs * weights[0][:, None] * weights[0]
-        total = pairs.sum()
-        compute = partial(_sum_of_few, pairs, temperature)
+        i = happened.nonzero().view(-1)
+        if math.isinf(first) or math.isinf(last):
+            t = t.nan_to_num()  # as large as can be
+        until = torch.where(no_event, t.nextafter(torch.full_like(t, math.inf)), t)  # a little later at the same time
+        which = torch.empty(len(i), len(t), dtype=torch.float64, device=t.device)
+        torch.gt(until, t[i, None], out=which)
+        u, w = (weights[0][i], weights[0]) if weights else (None, None)
+        total = float(which.sum() if u is None or w is None else u @ (which @ w))
+        compute = partial(_sum_of_few, i, which, u, w, temperature)
     else:
         w = weights[0] if weights else torch.ones_like(t)
         u, order = w * happened, _order(t, happened)
         longer = w.new_zeros(int(order.max()) + 2).index_add_(0, order, w)
         longer = longer.flip(0).cumsum(0).flip(0)[1:]  # the weight of those who are known to live longer than each
-        total = (u * longer[order]).sum()
+        total = float((u * longer[order]).sum())
         compute = partial(_sum, order, u, w, temperature)
     if not total > 0:
         return nothing_to_compare(rows[0], single_class, "no two samples that can be compared")
@@ -123,7 +121,7 @@ def concordance_loss(
             value, gradient = value.masked_fill(broken, math.nan), gradient.masked_fill(broken, math.nan)
         return value / total, gradient / (total * temperature)
 
-    return with_gradient(hazards, mean)
+    return with_gradient(mean, hazards)
 
 
 def _order(times: Tensor, happened: Tensor) -> Tensor:
@@ -134,10 +132,20 @@ def _order(times: Tensor, happened: Tensor) -> Tensor:
     return order
 
 
-def _sum_of_few(pairs: Tensor, temperature: float, hazards: Tensor) -> Means:
-    """sum_ij p_ij sigmoid((h_j - h_i) / T), along with T times its gradient."""
-    x, divisor = scaled(hazards, temperature)
-    return _all_pairs(x[None], pairs[None].to(x.dtype), divisor)
+def _sum_of_few(
+    i: Tensor, which: Tensor, u: Tensor | None, w: Tensor | None, temperature: float, hazards: Tensor
+) -> Means:
+    """The sum of u_i w_j sigmoid((h_j - h_i) / T) over those in `which`, along with T times its gradient."""
+    scores = Scores(hazards, temperature)
+    matrix = scores.matrix(i)
+    matrix.keep(which)
+    above = matrix.above(w)
+    down, gradient = matrix.slopes(w), matrix.slopes_to(u)
+    if u is not None and w is not None:
+        down, gradient = down.mul_(u), gradient.mul_(w)
+    value = above.sum() if u is None else u @ above
+    value, gradient = scores.mark(value, gradient.index_add_(0, i, down, alpha=-1))
+    return value, gradient
 
 
 def _sum(order: Tensor, u: Tensor, w: Tensor, temperature: float, hazards: Tensor) -> Means:
@@ -163,21 +171,31 @@ def _on_a_grid(x: Tensor, order: Tensor, u: Tensor, w: Tensor, nodes: int) -> Me
     while size < len(grid) // 2:  # so that the tables take no more memory than the samples
         size *= 2
     blocks = -(-n // size)
-    in_blocks = [nn.functional.pad(each, (0, blocks * size - n)).view(blocks, size) for each in (x, u, w)]
     own = torch.arange(n, device=x.device) // size
     last = (torch.searchsorted(order, order, right=True) - 1) // size
+    moved = (last != own).nonzero()[:, 0]
+    e, at_grid = x.exp(), grid.exp()  # sigmoid(x_j - x_i) = e_j / (e_i + e_j), as in `Scores`
+    ue, we = u * e, w * e
+    order = order.int()
+    padding = ((e, 1.0), (we, 0.0), (ue, 0.0), (order, 0))  # an order of 0 is later than none
+    in_blocks = [
+        nn.functional.pad(each, (0, blocks * size - n), value=fill).view(blocks, size) for each, fill in padding
+    ]
 
     value = x.new_zeros(())
     above, to_later, to_earlier = x.new_zeros(3, blocks, len(grid))
     work = WORK["cpu" if x.is_cpu else "cuda"]
     for part in _slices(blocks, work // (size * len(grid))):
-        some, weight = in_blocks[0][part], in_blocks[2][part, None]
-        slope, y = sigmoids(some[..., None] - grid, 1)
-        slope.mul_(y)
-        above[part], to_later[part] = (weight @ y)[:, 0], (weight @ slope)[:, 0]
-        rows = slice(part.start * size, min(part.stop * size, n))
-        slope = slope.flatten(0, 1)[: rows.stop - rows.start]
-        to_earlier.index_add_(0, last[rows], slope.mul_(u[rows, None]))
+        some, weight = in_blocks[0][part], torch.stack([each[part] for each in in_blocks[1:3]], 1)
+        y = (some[..., None] + at_grid).reciprocal_()
+        above[part] = (weight[:, :1] @ y)[:, 0]
+        to_later[part], to_earlier[part] = (weight @ y.mul_(y)).unbind(1)
+    for part in _slices(len(moved), work // len(grid)):
+        rows = moved[part]
+        y = (e[rows, None] + at_grid).reciprocal_()
+        y.mul_(y).mul_(ue[rows, None])
+        to_earlier.index_add_(0, last[rows], y).index_add_(0, own[rows], y, alpha=-1)
+    to_later, to_earlier = to_later.mul_(at_grid), to_earlier.mul_(at_grid)
     above, to_later = (_after(each.flip(0)).flip(0) for each in (above, to_later))
     tables = [(each.view(-1, nodes) @ to_series) for each in (above, to_later, _after(to_earlier))]
 
@@ -191,18 +209,28 @@ def _on_a_grid(x: Tensor, order: Tensor, u: Tensor, w: Tensor, nodes: int) -> Me
         value += u[part] @ found[0]
         slope[part] = (w[part] * found[2]).sub_(u[part] * found[1])
 
-    near = x.new_zeros(blocks, size)
-    order_in_blocks = nn.functional.pad(order, (0, blocks * size - n)).view(blocks, size)  # where there is no weight
-    for part in _slices(n, work // size):
-        at = last[part]
-        apart = in_blocks[0][at].sub_(x[part, None])
-        down, y = sigmoids(apart.masked_fill_(order_in_blocks[at] <= order[part, None], -math.inf), 1)
-        weight = in_blocks[2][at]
-        down.mul_(y)
-        value += u[part] @ y.mul_(weight).sum(1)
-        slope[part] -= u[part] * (down * weight).sum(1)
-        near.index_add_(0, at, down.mul_(u[part, None]))
-    return value, slope.addcmul_(near.view(-1)[:n], w)
+    near, staying = x.new_zeros(blocks, size), u.index_fill(0, moved, 0)
+    staying = nn.functional.pad(staying, (0, blocks * size - n)).view(blocks, size)
+    apart = torch.empty_like(near)
+    for part in _slices(blocks, work // size**2):
+        some, weight, places, up = in_blocks[0][part], in_blocks[1][part, :, None], in_blocks[3][part], staying[part]
+        y = (some[..., None] + some[:, None]).reciprocal_().masked_fill_(places[:, None] <= places[..., None], 0)
+        value += up.flatten() @ (y @ weight).flatten()
+        up = up * some
+        torch.mul((y.mul_(y) @ weight)[..., 0], up, out=apart[part])
+        near[part] = (up[:, None] @ y)[:, 0]
+    slope -= apart.view(-1)[:n]
+    for part in _slices(len(moved), work // size):
+        rows = moved[part]
+        at = last[rows]
+        y = (in_blocks[0][at] + e[rows, None]).reciprocal_()
+        y.masked_fill_(in_blocks[3][at] <= order[rows, None], 0)
+        weight = in_blocks[1][at]
+        value += u[rows] @ (y * weight).sum(1)
+        y.mul_(y)
+        slope[rows] -= ue[rows] * (y * weight).sum(1)
+        near.index_add_(0, at, y.mul_(ue[rows, None]))
+    return value, slope.addcmul_(near.view(-1)[:n], we)
 
 
 def _grid(nodes: int, cells: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,17 +289,12 @@ def _blocks(x: Tensor, order: Tensor, u: Tensor, w: Tensor, temperature: float, 
     value = x.new_zeros(())
     for at, some in zip(torch.split(padded, 256), torch.split(real, 256), strict=True):
         pairs = (order[at][:, None] > order[at][:, :, None]) * (u[at] * some)[:, :, None] * (w[at] * some)[:, None]
-        found, to = _all_pairs(x[at], pairs, temperature / 4)
+        slope, y = sigmoids((x[at][:, None] - x[at][:, :, None]).div_(temperature / 4))
+        slope.mul_(y).mul_(pairs)
+        found, to = y.mul_(pairs).sum(), (slope.sum(1) - slope.sum(2)).flatten()
         value += found
         gradient.index_add_(0, at.flatten(), to)
     return value
-
-
-def _all_pairs(x: Tensor, pairs: Tensor, divisor: float) -> Means:
-    """For scores (blocks, n) and weights of pairs (blocks, i, j): the sum, and its gradient (blocks * n,)."""
-    slope, y = sigmoids(x[:, None] - x[:, :, None], divisor)
-    slope.mul_(y).mul_(pairs)
-    return y.mul_(pairs).sum(), (slope.sum(1) - slope.sum(2)).flatten()
 
 
 class ConcordanceLoss(Loss):

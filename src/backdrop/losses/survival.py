@@ -15,7 +15,8 @@ events in order: from its entry to its own time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from backdrop.losses._batches import (
     normalise,
     wide,
 )
-from backdrop.losses._loss import once
+from backdrop.losses._pairs import Means, with_gradient
+from backdrop.losses._soft_ranks import bounds_of
 
 Ties: TypeAlias = Literal["efron", "breslow"]
 
@@ -78,8 +80,12 @@ def cox_loss(
     time, event = _column("times", times, eta), _column("events", events, eta)
     start = None if entry is None else _column("entry", entry, eta)
     groups = None if strata is None else _column("strata", strata, eta)
-    weights = torch.ones_like(time) if weight is None else make_weights(weight, eta).double()
     processes = resolve(group)
+    if weight is None and start is None and groups is None and processes is None:
+        found = _without_ties(eta, time, event, ties == "efron")
+        if found is not None:
+            return found
+    weights = torch.ones_like(time) if weight is None else make_weights(weight, eta).double()
     if processes is not None:
         columns = [eta.double(), time, event, weights, torch.full_like(time, -torch.inf) if start is None else start]
         columns += [] if groups is None else [groups.view(torch.float64)]  # to the last bit
@@ -107,7 +113,7 @@ def cox_loss(
             "or let such a batch count as zero with single_class='zero'"
         )
     risk = _at_risk(time, event == 1, groups, start, weights)
-    loss: Tensor = _Cox.apply(eta, risk, ties == "efron")  # type: ignore[no-untyped-call]
+    loss = with_gradient(partial(_likelihood, risk, ties == "efron"), eta)
     return loss if largest is None else loss + largest.log().to(loss.dtype)  # weights are over the largest there
 
 
@@ -184,42 +190,56 @@ def _at_risk(time: Tensor, event: Tensor, strata: Tensor | None, entry: Tensor |
     return _Risk(order, weight[order], events, slot, each, first, end)
 
 
-class _Cox(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, log_hazards: Tensor, risk: _Risk, efron: bool) -> Tensor:
-        eta = log_hazards.detach().double()[risk.order]
-        x = eta + risk.weight.log()
-        slots, slot = len(risk.each), risk.slot
-        ranges = _Ranges(risk.first, risk.end, slots)
-        own, weight = x[risk.events], risk.weight[risk.events]
-        others = ranges.sum_over_members(x)
-        if slot is None:
-            of_slot, mean = own, weight
-            at_risk = torch.logaddexp(others, own)
-            inverse = per_event = weight.log() - at_risk
-        else:
-            of_slot = _log_sums(own, slot, slots)
-            mean = (weight.new_zeros(slots).index_add(0, slot, weight) / risk.each)[slot]
-            left = torch.zeros_like(own)  # the log of the share of those with an event that still counts
-            if efron:
-                before = torch.arange(len(own), device=own.device) - (risk.each.cumsum(0) - risk.each)[slot]
-                left = torch.log1p(-before.double() / risk.each[slot])
-            at_risk = torch.logaddexp(others[slot], of_slot[slot] + left)
-            inverse = _log_sums(mean.log() - at_risk, slot, slots)
-            per_event = _log_sums(mean.log() - at_risk + left, slot, slots)[slot]
-        total = weight.sum()
-        value = (mean / total * at_risk - weight / total * eta[risk.events]).sum()
-        if ctx.needs_input_grad[0]:
-            gradient = (x + ranges.sum_over_slots(inverse)).exp()
-            gradient[risk.events] += (own + per_event).exp() - weight
-            gradient = torch.empty_like(gradient).index_copy_(0, risk.order, gradient / total)
-            ctx.save_for_backward(gradient, log_hazards)
-        return value.to(wide(log_hazards))
+def _without_ties(eta: Tensor, time: Tensor, event: Tensor, efron: bool) -> Tensor | None:
+    """The loss where all times differ, by one sort; None where they do not, or something is to be said of them."""
+    later, order = time.sort(descending=True)
+    if not bool((later[1:] < later[:-1]).all()):
+        return None
+    happened = event.index_select(0, order)
+    total = float(happened.sum())
+    if not total > 0 or not bool(((happened == 0) | (happened == 1)).all()) or len(time) == 1:
+        return None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gradient, log_hazards = ctx.saved_tensors
-        return once((grad * gradient).to(log_hazards.dtype), log_hazards), None, None
+    def compute(log_hazards: Tensor) -> Means:
+        low, high = bounds_of(log_hazards.detach())
+        if not high - low < SPREAD:
+            return _likelihood(_at_risk(time, event == 1, None, None, torch.ones_like(time)), efron, log_hazards)
+        x = log_hazards.detach().double().index_select(0, order) - high
+        at_risk = x.exp().cumsum(0)
+        value = happened @ (at_risk.log() - x)
+        share = (happened / at_risk).flip(0).cumsum(0).flip(0)
+        gradient = share.mul_(x.exp_()).sub_(happened).div_(total)
+        return value / total, torch.empty_like(gradient).index_copy_(0, order, gradient)
+
+    return with_gradient(compute, eta)
+
+
+def _likelihood(risk: _Risk, efron: bool, log_hazards: Tensor) -> Means:
+    eta = log_hazards.detach().double()[risk.order]
+    x = eta + risk.weight.log()
+    slots, slot = len(risk.each), risk.slot
+    ranges = _Ranges(risk.first, risk.end, slots)
+    own, weight = x[risk.events], risk.weight[risk.events]
+    others = ranges.sum_over_members(x)
+    if slot is None:
+        of_slot, mean = own, weight
+        at_risk = torch.logaddexp(others, own)
+        inverse = per_event = weight.log() - at_risk
+    else:
+        of_slot = _log_sums(own, slot, slots)
+        mean = (weight.new_zeros(slots).index_add(0, slot, weight) / risk.each)[slot]
+        left = torch.zeros_like(own)  # the log of the share of those with an event that still counts
+        if efron:
+            before = torch.arange(len(own), device=own.device) - (risk.each.cumsum(0) - risk.each)[slot]
+            left = torch.log1p(-before.double() / risk.each[slot])
+        at_risk = torch.logaddexp(others[slot], of_slot[slot] + left)
+        inverse = _log_sums(mean.log() - at_risk, slot, slots)
+        per_event = _log_sums(mean.log() - at_risk + left, slot, slots)[slot]
+    total = weight.sum()
+    value = (mean / total * at_risk - weight / total * eta[risk.events]).sum()
+    gradient = (x + ranges.sum_over_slots(inverse)).exp()
+    gradient[risk.events] += (own + per_event).exp() - weight
+    return value, torch.empty_like(gradient).index_copy_(0, risk.order, gradient / total)
 
 
 class _Ranges:

@@ -19,7 +19,7 @@ The paper places masks where the receptive field matches the size of the structu
 | `inspect` | tables and pictures: inspection.py; what they look like, `look`; `backdrop inspect`, command.py |
 | `gradient_noise` | how noisy masks make the gradient: noise.py, gradients.py; and would at other p: forecast.py |
 | `savings` | what Skip would save: savings.py |
-| `doctor` | what it saves, in steps that are run: diagnosis.py, with sites.py and steps.py |
+| `doctor` | what it saves, in steps that are run: diagnosis.py, with sites.py, steps.py and rooms.py (what fits) |
 """
 
 from backdrop.placement.diagnosis import Diagnosis, doctor

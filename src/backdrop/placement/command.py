@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from backdrop._app import app
 from backdrop._core import code
 
-__all__ = ["find_model"]
-
+__all__ = ["COMMANDS", "find_model"]
 
 Named = Annotated[
     str,
@@ -38,7 +36,6 @@ Shape = Annotated[
 ]
 
 
-@app.command()
 def inspect(
     model: Named,
     input_: Shape,
@@ -92,7 +89,6 @@ def inspect(
         console.print(Text(str(path)), soft_wrap=True)
 
 
-@app.command()
 def doctor(
     model: Named,
     input_: Shape,
@@ -115,10 +111,11 @@ def doctor(
 
     backdrop doctor my_nets.py:network --input 2,3,2048,2048 --sizes 20,200 --memory 8G
     """
-    from backdrop.graph.look import check_input_shape
-    from backdrop.placement.diagnosis import check_memory, check_page, random_batch
+    from backdrop.graph.untouched import check_input_shape
+    from backdrop.placement.diagnosis import check_page
     from backdrop.placement.diagnosis import doctor as examine
     from backdrop.placement.inspection import device_of
+    from backdrop.placement.rooms import check_memory, random_batch
     from backdrop.skip.statistics import check_statistics
 
     shape = check_input_shape(_numbers("--input", input_, int, "2,3,224,224"))
@@ -223,3 +220,6 @@ def _numbers(option: str, text: str, kind: type[int] | type[float], example: str
         raise ValueError(
             f"{option} has to be numbers with commas between them, such as {example}, but got {text!r}"
         ) from None
+
+
+COMMANDS = (inspect, doctor)

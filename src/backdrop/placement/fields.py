@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from backdrop._core.checks import nearest
-from backdrop.graph.look import Look, check_input_shape, look
+from backdrop.graph.look import Look, look
 from backdrop.graph.reach import NOTHING, Reach, Taps, between, hull, window
 from backdrop.graph.table import Call, Slide, Step, Tap, UnsupportedError, find
+from backdrop.graph.untouched import check_input_shape
 
 __all__ = ["Field", "Fields", "receptive_fields"]
 

@@ -6,6 +6,10 @@ The variances follow (docs/theory.md): exactly for uniform masks and for units d
 informed ones by Hajek's approximation, whose b_u solve b_u - b_u^2 / sum b = pi_u (1 - pi_u):
 
     V = sum b_u |c_u / pi_u|^2 - |sum b_u c_u / pi_u|^2 / sum b
+
+Where exact masks keep their share of both signs (`backdrop._core.informed`) that is so for either by itself, and as the
+share of one may lie between two numbers of units, with a fraction f, f (1 - f) times the squared distance of the two
+means of c_u / pi_u is added.
 """
 
 from __future__ import annotations
@@ -225,7 +229,8 @@ class _Call:
         return [(a * groups / len(looked_at), b * groups / len(looked_at)) for a, b in found]
 
     def _group(self, group: int, mask: Backdrop, ps: Sequence[float], units: int) -> Iterator[tuple[float, float]]:
-        norms, size = self.norms[group : group + 1], self.lattice.size
+        signed, size = self.norms[group : group + 1], self.lattice.size
+        norms = signed.abs()
         # A few units stand for all. Sums of |c|^2 and of |c|^2 / pi are to come from them: chosen with both in view.
         sizes = norms / norms.max().clamp(min=1e-300)
         likely = sum((part / part.sum().clamp(min=1e-300) for part in (sizes, sizes.square())), torch.zeros_like(sizes))
@@ -241,11 +246,7 @@ class _Call:
             uniform = size * spread_ * (size * (1 / number if mask.exact else inverse_count(size, p)) - 1)
             pi = informed.inclusion_probabilities(norms, number, mask.floor)[0]
             if mask.exact:
-                b = _spreads(pi)
-                ratio = torch.where(pi > 0, b / pi.clamp(min=1e-300), 0.0)
-                chosen = float((times * squares * (ratio / pi.clamp(min=1e-300))[index]).sum())
-                if float(b.sum()) > 0:
-                    chosen -= self.squared(group, slice(None), ratio) / float(b.sum())
+                chosen = self._exact(group, pi, signed[0] > 0, times * squares, index)
             else:
                 none = float(torch.log1p(-pi.clamp(max=1)).sum().exp())
                 less = 1 / (1 + none / number)
@@ -253,6 +254,21 @@ class _Call:
                 chosen = float((times * squares * torch.where(real > 0, 1 / real - 1, 0.0)).sum())
                 chosen += (less**2 - 1) * (whole - each)
             yield max(0.0, uniform), max(0.0, chosen)
+
+    def _exact(self, group: int, pi: Tensor, positive: Tensor, squares: Tensor, index: Tensor) -> float:
+        """The variance of an informed exact mask, from sums of |c|^2 over the units of this index."""
+        variance, apart, share = 0.0, torch.zeros_like(pi), 0.0
+        for part, sign in ((positive, 1.0), (~positive, -1.0)):
+            b = _spreads(torch.where(part, pi, 0.0))
+            if not float(b.sum()) > 0:
+                continue
+            ratio = torch.where(pi > 0, b / pi.clamp(min=1e-300), 0.0)
+            variance += float((squares * (ratio / pi.clamp(min=1e-300))[index]).sum())
+            variance -= self.squared(group, slice(None), ratio) / float(b.sum())
+            apart, share = apart + sign * ratio / b.sum(), float(pi[part].sum()) % 1
+        if bool(positive.any()) and not bool(positive.all()):
+            variance += share * (1 - share) * self.squared(group, slice(None), apart)
+        return variance
 
 
 def _number(size: int, p: float, exact: bool) -> float:

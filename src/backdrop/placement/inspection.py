@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from backdrop._core.draw import make_lattice
 from backdrop._core.files import put
 from backdrop.functional import effective_batch_size
-from backdrop.graph.look import check_input_shape, check_model
 from backdrop.graph.table import Statistics
+from backdrop.graph.untouched import check_input_shape, check_model
 from backdrop.layers import Backdrop, drops_samples
 from backdrop.placement.fields import Field, follow
 from backdrop.placement.pooled import pooled_by

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from backdrop._core.checks import check_int, check_p
-from backdrop.graph.look import check_model
+from backdrop.graph.untouched import check_model
 from backdrop.layers import Backdrop
 from backdrop.placement.forecast import HEADINGS as FORECAST_HEADINGS
 from backdrop.placement.forecast import Forecast, forecast

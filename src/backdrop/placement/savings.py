@@ -22,7 +22,8 @@ from torch import Tensor, fx, nn
 from backdrop._core.draw import is_zero
 from backdrop.graph import cost
 from backdrop.graph.capture import Capture
-from backdrop.graph.look import (
+from backdrop.graph.table import Statistics
+from backdrop.graph.untouched import (
     as_value_error,
     check_arguments,
     check_input_shape,
@@ -34,7 +35,6 @@ from backdrop.graph.look import (
     zeros,
     zeros_for,
 )
-from backdrop.graph.table import Statistics
 from backdrop.layers import Backdrop
 from backdrop.skip.budget import Memory, TileSize, check_memory, check_tile
 from backdrop.skip.engine import Engine, Part, Plan, Settings
@@ -223,7 +223,7 @@ def _estimate(model: nn.Module, graph: _Planned, part: Part, device: torch.devic
         if part.way.norms:  # all parts are there at once
             without = without * spent.parts + kept * passed.kept
         memory = ends + max(without, kept * (passed.kept + cost.working(known, device, largest, gradients=True)))
-    return _Estimate(plain_time, skip_time, passed.kept, memory, part._estimate(ps, device)[0])
+    return _Estimate(plain_time, skip_time, passed.kept, memory, part.estimate(ps, device)[0])
 
 
 def _summary(names: list[str]) -> str:

@@ -328,7 +328,7 @@ def _report(made: nn.Module) -> Any:
 
 def _when(made: nn.Module, p: float, device: torch.device) -> When:
     """The least that makes the engine skip, which goes by its model of costs."""
-    engine: Any = made._engine if isinstance(made, Skip) else made.forward
+    engine: Any = made.engine if isinstance(made, Skip) else made.forward
     assert isinstance(engine, Engine)
     parts = [part for graph in engine.graphs for plan in graph.plans.values() for part in plan.parts if part.way]
     choices: tuple[When, ...] = ("pays", "lean")
@@ -336,7 +336,7 @@ def _when(made: nn.Module, p: float, device: torch.device) -> When:
         said = []
         for part in parts:
             before, part.settings = part.settings, part.settings._replace(when=when)
-            said.append(part._estimate([float(layer.p) for layer in part.layers], device)[0])
+            said.append(part.estimate([float(layer.p) for layer in part.layers], device)[0])
             part.settings = before
         if not any(said):
             return when

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from backdrop._core import marks
 from backdrop._core.checks import nearest
 from backdrop.graph.inserted import NAME, copy_hooks, inserted_mask, mask_and_copy_output, unhook
-from backdrop.graph.look import check_input_shape, check_model
+from backdrop.graph.untouched import check_input_shape, check_model
 from backdrop.layers import Backdrop, Backdrop1d, Backdrop2d, Backdrop3d
 from backdrop.placement.fields import follow
 

@@ -92,10 +92,10 @@ class Skip(nn.Module):
         self.mask = mask
         self.statistics, self.when, self.at_once, self.tile, self.memory = settings
         self.report = Report()
-        self._engine = Engine(self, settings, self.report, "_plain")
+        self.engine = Engine(self, settings, self.report, "_plain")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine(*args, **kwargs)
+        return self.engine(*args, **kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         return apply_mask(self.mask, self.module(*args, **kwargs))

@@ -37,8 +37,9 @@ from backdrop.skip.positions import Positions
 from backdrop.skip.programs import Program, compiled
 from backdrop.skip.report import Entry, Report
 from backdrop.skip.samples import Samples
-from backdrop.skip.segments import Demand, Segment, find_segment
+from backdrop.skip.segments import Segment, find_segment
 from backdrop.skip.sources import all_or_nothing
+from backdrop.skip.windows import Demand
 
 When: TypeAlias = Literal["pays", "lean", "always"]
 WHEN: tuple[When, ...] = ("pays", "lean", "always")
@@ -143,7 +144,8 @@ class Engine:
             self._check_plain(self._not_followed())
         outside = NOT_CALLED if followed else self._not_followed()
         for those, reason in ((missed.keys() & within, INNER), (missed.keys() - within, outside)):
-            self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
+            if those:
+                self._say({mask: missed[mask] for mask in missed if mask in those}, reason)
         return out
 
     def _inner(self) -> list[Engine]:
@@ -359,7 +361,8 @@ class Plan:
 
     def __call__(self, *inputs: Any) -> Any:
         self.engine.visited.update(self.layers)
-        self.engine.report.update(self.entries)
+        if not all(any(entry is known for known in self.engine.report) for entry in self.entries):
+            self.engine.report.update(self.entries)
         if self.read_whole:
             unread = next(value for value in inputs if isinstance(value, Unread))
             raise RuntimeError(cannot_read(unread, self.read_whole))
@@ -461,7 +464,7 @@ class Plan:
                         copies[mark] = graph.call_function(_item, (called, i))
                 continue
             if node.op == "get_attr":
-                _set(root, str(node.target), traced.module)
+                _set(root, str(node.target), traced.root)
             copies[node] = graph.node_copy(node, copies.__getitem__)
             was = traced.in_place.get(node)
             if was is not None and not traced.storages[node] & touched:
@@ -487,7 +490,7 @@ def _set(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _as_it_is(module: fx.GraphModule) -> Traced:
-    traced = Traced(module)
+    traced = Traced(module, module.graph)
     for node in module.graph.nodes:
         traced.values[node] = node.meta.get("example_value")
         traced.costs[node] = cost.Cost(0, 0, 0)
@@ -664,10 +667,10 @@ class Part(nn.Module):
         device = next(value.device for value in values if isinstance(value, Tensor))
         key = (ps, device, [layer.choose for layer in self.layers])
         if self.decided is None or self.decided[0] != key:
-            self.decided = (key, *self._estimate(ps, device))
+            self.decided = (key, *self.estimate(ps, device))
         return self.decided[1], self.decided[2]
 
-    def _estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:
+    def estimate(self, ps: Sequence[float], device: torch.device) -> tuple[str, int]:
         when, known = self.settings.when, self.cost
         if isinstance(self.way, Samples):
             spent = self.way.spent(known, device)
@@ -688,7 +691,8 @@ class Part(nn.Module):
 
     def _windows_and_dense(self, way: Positions, p: float, device: torch.device) -> tuple[float, float]:
         """Seconds of the backward pass through windows, and of the plain one."""
-        return way.windows_cost(1).windows(device, way.kept_units(p)), self.cost.backward(device)
+        needed = way.windows_cost(1).windows(device, way.kept_units(p)) + self.cost.watching(device, way.watched)
+        return needed, self.cost.backward(device)
 
     def _pays_from(self, device: torch.device) -> str:
         """From which p on skipping would save time, in words."""

@@ -23,11 +23,11 @@ over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -37,21 +37,26 @@ from backdrop._core.product import multiply
 from backdrop._shared import Draw
 from backdrop._source import Source
 from backdrop.graph import cost
+from backdrop.graph.rules import is_tame
 from backdrop.graph.table import Statistics, Tap, Where
 from backdrop.graph.trace import input_of, name_of
 from backdrop.graph.unread import Unread
 from backdrop.layers import Backdrop
 from backdrop.skip import statistics
 from backdrop.skip.budget import TileSize, Tiling
-from backdrop.skip.epilogue import Epilogue, Moments, Sums, cells_inside, finish
+from backdrop.skip.epilogue import Epilogue, Sums, cells_inside, finish
 from backdrop.skip.programs import Program, called, drops
 from backdrop.skip.report import Entry
 from backdrop.skip.saved import load, save
-from backdrop.skip.segments import Demand, Segment, statistics_of_all
+from backdrop.skip.segments import Segment, statistics_of_all
 from backdrop.skip.sources import Snapshot, read_windows, snapshot, source_of
-from backdrop.skip.windows import Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
+from backdrop.skip.windows import Demand, Inside, Kept, Lattice, Map, Windows, cut, find_windows, paste
 
+HARMLESS = 0.5  # where all that has poles is finite
 CHAINS = (["relu", "norm"], ["norm", "relu"], ["relu", "norm", "relu"])
+
+
+Compute: TypeAlias = "Callable[[Run, Windows, dict[Any, Any]], Any]"  # a call, from the values that there are so far
 
 
 class Positions:
@@ -69,18 +74,27 @@ class Positions:
         inner = {node for chain in self.chains.values() for node in chain[:-1]}
         self.inner = inner
         self.fills = self._find_fills()
-        self.nodes = [node for node in segment.steps if node not in inner]
         firsts = {chain[0]: node for node, chain in self.chains.items()}
         reads = {node: node.all_input_nodes for node in segment.steps}
-        self.drops: dict[fx.Node, list[fx.Node]] = {}
+        done: dict[fx.Node, list[fx.Node]] = {}
         for node, sources in drops(reads, {self.exit}).items():
             if node not in inner or node in firsts:
-                self.drops[firsts.get(node, node)] = sources
+                done[firsts.get(node, node)] = sources
+        nodes = [node for node in segment.steps if node not in inner]
+        self.calls = [(node, self._planned(node), done.get(node, [])) for node in nodes]
+        self.full = {node for node in segment.entries if node in segment.demands and segment.demands[node].full}
+        self.clear = {node: self._filler(node, segment.demands[node], 0.0) for node in self.full if node in self.fills}
+        self.padded = {node: self.map(node, segment.demands[node]) for node in self.full if node in self.fills}
+        self.clear[self.exit] = self._filler(self.exit, self.demand, 0.0)
+        self.windows_in_whole = self._windows_in_whole()
         self.lattice = Lattice(self.shape, self.demand, self.shape[batch], list(dict.fromkeys(self._maps())))
         self.forward = Program(segment, keep_statistics=True)
         self.read = {source for node in segment.steps for source in node.all_input_nodes}
         unread = {source for node in segment.steps for source in self._running(node)}
         self.saved = [node in self.read and node not in unread for node in segment.entries]
+        leaves = [node for node, keep in zip(segment.entries, self.saved, strict=True) if keep]
+        leaves = [node for node in leaves if node.op == "placeholder" and segment.traced.is_tensor(node)]
+        self.watched = sum(math.prod(segment.traced.shape(node)) for node in leaves)  # numbers, see saved.py
         self.tiling: Tiling | None = None
         self.always = False  # whether windows are asked for, whatever they cost
         self.lean = False  # whether memory counts more than time
@@ -135,6 +149,12 @@ class Positions:
         assert batch is not None
         return windows * math.prod(demand.size) / (shape[batch] * math.prod(shape[a] for a in demand.positions))
 
+    def _windows_in_whole(self) -> float:
+        """How many windows take as much as the largest map."""
+        sizes = {node: math.prod(self.segment.traced.shape(node)) for node in self.segment.steps}
+        each = sum(size * self.share(node, 1) for node, size in sizes.items() if node not in self.segment.pooled)
+        return max(sizes.values()) / each
+
     def windows_cost(self, windows: float) -> cost.Cost:
         """Of one forward pass on so many windows."""
         costs = self.segment.traced.costs
@@ -186,9 +206,6 @@ class Positions:
         chains: dict[fx.Node, list[fx.Node]] = {}
         segment = self.segment
 
-        def kinds(nodes: Sequence[fx.Node]) -> list[str | None]:
-            return [segment.steps[node].epilogue for node in nodes]
-
         for node, step in segment.steps.items():
             if step.epilogue is None or node in segment.pooled:
                 continue
@@ -196,17 +213,21 @@ class Positions:
                 continue
             source = input_of(node)
             before = chains.get(source)
-            if before is not None and len(source.users) == 1 and [*kinds(before), step.epilogue] in CHAINS:
+            if before is not None and len(source.users) == 1 and [*self._kinds(before), step.epilogue] in CHAINS:
                 chains[node] = [*chains.pop(source), node]
             else:
                 chains[node] = [node]
         return chains
 
+    def _kinds(self, nodes: Sequence[fx.Node]) -> list[str | None]:
+        return [self.segment.steps[node].epilogue for node in nodes]
+
     def _find_fills(self) -> dict[fx.Node, float]:
         """What values are to hold outside the map.
 
         The padding, where all that read a value slide over the same cells and pad alike, so that it is done once. And
-        zero behind a call that pads with infinity: such cells may hold anything, but zero times it has to be zero.
+        something finite on both sides of a call that could make infinities of what lies there, and behind one that
+        pads with infinity: such cells may hold anything, but zero times it, or its slope, has to be zero.
         """
         segment, fills = self.segment, dict[fx.Node, float]()
         for value in (*segment.entries, *segment.steps):
@@ -216,13 +237,129 @@ class Positions:
             readers = [(node, step.inputs[value]) for node, step in segment.steps.items() if value in step.inputs]
             wanted = {tap.fill if segment.steps[node].couples != "pool" else None for node, tap in readers}
             fill = wanted.pop() if len(wanted) == 1 else None
+            wild = any(not is_tame(node) for node in (value, *(node for node, _ in readers)) if node in segment.steps)
             if isinstance(fill, (int, float)) and all(segment.need(node, value) == demand for node, _ in readers):
                 fills[value] = float(fill)
+            elif wild and segment.traced.is_tensor(value) and segment.traced.values[value].is_floating_point():
+                fills[value] = HARMLESS
             elif value in segment.steps and any(
                 isinstance(tap.fill, float) and math.isinf(tap.fill) for tap in segment.steps[value].inputs.values()
             ):
                 fills[value] = 0.0
         return fills
+
+    def _planned(self, node: fx.Node) -> Compute:
+        """A call on windows, with all that can be known of it before there are any."""
+        segment, step, demand = self.segment, self.segment.steps[node], self.segment.demands[node]
+        if step.couples == "pool":
+            return lambda run, windows, values: run.pool(node, windows, values)
+        if node in segment.pooled:
+            return lambda run, windows, values: run.pooled(node, windows, values)
+        if node in self.chains:
+            return self._planned_chain(self.chains[node])
+        assert step.couples != "batch", "a normalisation over the batch is always part of an epilogue"
+        readers = {source: self._reader(node, source, step.inputs.get(source)) for source in node.all_input_nodes}
+        where, along = self._where(node), list(zip(demand.positions, demand.size, strict=True))
+        fill = self._filler(node, demand, self.fills[node]) if node in self.fills else None
+
+        def compute(run: Run, windows: Windows, values: dict[Any, Any]) -> Any:
+            read = {source: reader(windows, values) for source, reader in readers.items()}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
+            if step.couples == "sample":
+                out: Any = run.sample_norm(node, args, kwargs, windows)
+            elif step.run is not None:
+                out = step.run(args, kwargs, where(windows))
+            else:
+                out = called(node, args, kwargs)
+            _check_size(node, out, [(demand.axes[0], len(windows)), *along])
+            return out if fill is None else fill(out, windows)
+
+        return compute
+
+    def _planned_chain(self, chain: list[fx.Node]) -> Compute:
+        """The same for calls that are one epilogue."""
+        segment, node, first = self.segment, chain[-1], chain[0]
+        demand, shape, kinds = segment.demands[node], segment.traced.shape(node), self._kinds(chain)
+        norm = chain[kinds.index("norm")] if "norm" in kinds else None
+        of_batch = norm is not None and segment.steps[norm].couples == "batch"
+        sampled = of_batch and self.policy == "sampled"
+        weights = (None, None) if norm is None else statistics.weights(norm)
+        read = self._reader(first, input_of(first), segment.steps[first].inputs[input_of(first)])
+        key = self.map(node, demand) if sampled or node in self.fills else None
+        each = math.prod(n for i, n in enumerate(shape) if i > 1 and i not in demand.positions)
+        how = Epilogue(
+            relu_first=kinds[0] == "relu",
+            relu_last=norm is not None and kinds[-1] == "relu",
+            axes=demand.positions,
+            fill=self.fills.get(node, 0.0),
+        )
+
+        def compute(run: Run, windows: Windows, values: dict[Any, Any]) -> Tensor:
+            x, moments, cells, inside, total = read(windows, values), None, None, None, None
+            if norm is not None:
+                moments = run.seen[norm] if of_batch else statistics.running_moments(norm, values)
+            if key is not None:
+                found = windows.inside[key]
+                inside = None if found.complete else found.ranges
+                cells = found.number * each if sampled else None  # numbers of a channel that are computed again
+            if cells is not None and norm is not None and run.totals is not None:
+                total = partial(run.total, norm)
+                if norm in run.summing:
+                    run.summing[norm] = x
+            gamma, beta = map(values.get, weights)
+            return finish(x, gamma, beta, how._replace(moments=moments, cells=cells, inside=inside, total=total))
+
+        return compute
+
+    def _where(self, node: fx.Node) -> Callable[[Windows], Where]:
+        segment = self.segment
+        demand, step = segment.demands[node], segment.steps[node]
+        sources = [(source, tap) for source, tap in step.inputs.items() if None not in tap.axes]
+        sizes: tuple[int, ...] = ()
+        first: tuple[tuple[int, int], ...] = tuple((start, start) for start in demand.start)
+        if sources:
+            source, tap = sources[0]
+            shape, need = segment.traced.shape(source), segment.need(node, source)
+            sizes = tuple(shape[axis] for axis in tap.axes[1:] if axis is not None)
+            first = tuple(zip(need.start, demand.start, strict=True))
+        return lambda windows: Where(partial(windows.cells, demand), sizes, first, demand.size, len(windows))
+
+    def _reader(self, node: fx.Node, source: fx.Node, tap: Tap | None) -> Callable[[Windows, dict[Any, Any]], Any]:
+        """What gives a call one of its inputs: the cells it reads, padded where they lie outside the map."""
+        segment = self.segment
+        if tap is None or tap.axes[0] is None:
+            return lambda windows, values: values[source]
+        have, need = segment.demands[source], segment.need(node, source)
+        cuts = [] if None in tap.axes else _cuts(have, need)
+        if not segment.traced.is_tensor(source):  # several tensors, which are taken apart next
+            return lambda windows, values: type(values[source])(_narrowed(each, cuts) for each in values[source])
+        if None in tap.axes:
+            batch = tap.axes[0]
+
+            def spread(windows: Windows, values: dict[Any, Any]) -> Any:
+                if (source, "spread") not in values:
+                    values[source, "spread"] = values[source].index_select(batch, windows.sample)
+                return values[source, "spread"]
+
+            return spread
+        if tap.fill is None or self.fills.get(source) == tap.fill:
+            return lambda windows, values: _narrowed(values[source], cuts)
+        if isinstance(tap.fill, str):
+            key, border = self.map(source, need), tap.fill
+
+            def from_inside(windows: Windows, values: dict[Any, Any]) -> Tensor:
+                x, inside = _narrowed(values[source], cuts), windows.inside[key]
+                return x if inside.complete else _from_inside(x, inside, need, border)
+
+            return from_inside
+        fill = self._filler(source, need, tap.fill)
+        return lambda windows, values: fill(_narrowed(values[source], cuts), windows)
+
+    def _filler(self, value: fx.Node, demand: Demand, number: float) -> Callable[[Tensor, Windows], Tensor]:
+        """What sets the cells of windows of a value outside the map to a number."""
+        key, batch, axes = self.map(value, demand), demand.axes[0], demand.positions
+        assert batch is not None
+        return lambda x, windows: _fill(x, windows.inside[key], batch, axes, number)
 
     def map(self, value: fx.Node, demand: Demand) -> Map:
         shape = self.segment.traced.shape(value)
@@ -311,122 +448,27 @@ class Run:
 
     def replay(self, windows: Windows, entries: dict[fx.Node, Any]) -> Tensor:
         """The segment on windows."""
-        plan, segment = self.plan, self.plan.segment
-        values = dict(entries)
-        spread: dict[fx.Node, Tensor] = {}
-        wholes: dict[fx.Node, Tensor] = {}
-        for node in plan.nodes:
-            step = segment.steps[node]
-            if step.couples == "pool":
-                values[node] = self._pool(node, windows, values)
-            elif node in segment.pooled:
-                for source in node.all_input_nodes:
-                    if source in segment.whole and source not in wholes:
-                        wholes[source] = self._whole(source, windows, values)
-                args, kwargs = fx.map_arg((node.args, node.kwargs), (values | wholes).__getitem__)
-                run = step.run if step.couples == "" and step.run is statistics_of_all else None
-                values[node] = called(node, args, kwargs) if run is None else run(args, kwargs, None)
-            elif node in plan.chains:
-                values[node] = self._finish(plan.chains[node], windows, values)
-            else:
-                read: dict[fx.Node, Any] = {}
-                for source in node.all_input_nodes:
-                    read[source] = self._read(node, source, step.inputs.get(source), windows, values, spread)
-                args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
-                if step.couples == "sample":
-                    values[node] = self._sample_norm(node, args, kwargs, windows)
-                elif step.couples == "batch":
-                    values[node] = self._batch_norm(node, read[input_of(node)], values, windows)
-                elif step.run is not None:
-                    values[node] = step.run(args, kwargs, self._where(node, windows))
-                else:
-                    values[node] = called(node, args, kwargs)
-                del read, args, kwargs
-                _check_size(node, values[node], segment.demands[node], len(windows))
-            if node in plan.fills and node not in plan.chains:
-                demand = segment.demands[node]
-                values[node] = _fill(values[node], windows.inside[plan.map(node, demand)], demand, plan.fills[node])
-            for source in plan.drops.get(node, ()):
+        values: dict[Any, Any] = dict(entries)
+        for node, compute, done in self.plan.calls:
+            values[node] = compute(self, windows, values)
+            for source in done:
                 values.pop(source, None)
-        out: Tensor = values[plan.exit]
+        out: Tensor = values[self.plan.exit]
         return out
 
-    def _where(self, node: fx.Node, windows: Windows) -> Where:
-        segment = self.plan.segment
-        demand, step = segment.demands[node], segment.steps[node]
-        sources = [(source, tap) for source, tap in step.inputs.items() if None not in tap.axes]
-        sizes: tuple[int, ...] = ()
-        first: tuple[tuple[int, int], ...] = tuple((start, start) for start in demand.start)
-        if sources:
-            source, tap = sources[0]
-            shape, need = segment.traced.shape(source), segment.need(node, source)
-            sizes = tuple(shape[axis] for axis in tap.axes[1:] if axis is not None)
-            first = tuple(zip(need.start, demand.start, strict=True))
-        return Where(partial(windows.cells, demand), sizes, first, demand.size, len(windows))
+    def pooled(self, node: fx.Node, windows: Windows, values: dict[Any, Any]) -> Any:
+        """One value for all positions of a sample; of values with positions it reads all."""
+        segment, read = self.plan.segment, dict(values)
+        for source in node.all_input_nodes:
+            if source in segment.whole:
+                if (source, "whole") not in values:
+                    values[source, "whole"] = self._whole(source, windows, values)
+                read[source] = values[source, "whole"]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), read.__getitem__)
+        run = segment.steps[node].run
+        return run(args, kwargs, None) if run is statistics_of_all else called(node, args, kwargs)
 
-    def _read(
-        self,
-        node: fx.Node,
-        source: fx.Node,
-        tap: Tap | None,
-        windows: Windows,
-        values: dict[fx.Node, Any],
-        spread: dict[fx.Node, Tensor],
-    ) -> Any:
-        """One of a call's inputs, cut down to the cells it reads, padded where they lie outside the map."""
-        plan, segment, x = self.plan, self.plan.segment, values[source]
-        if tap is None or tap.axes[0] is None:
-            return x
-        if not isinstance(x, Tensor):  # several tensors, which are taken apart next
-            have, need = segment.demands[source], segment.need(node, source)
-            return type(x)(each if have == need else _narrowed(each, have, need) for each in x)
-        if None in tap.axes:
-            if source not in spread:
-                spread[source] = x.index_select(tap.axes[0], windows.sample)
-            return spread[source]
-        have, need = segment.demands[source], segment.need(node, source)
-        x = _narrowed(x, have, need)
-        if tap.fill is None or plan.fills.get(source) == tap.fill:
-            return x
-        inside = windows.inside[plan.map(source, need)]
-        if isinstance(tap.fill, str):
-            return x if inside.complete else _from_inside(x, inside, need, tap.fill)
-        return _fill(x, inside, need, tap.fill)
-
-    def _moments(self, node: fx.Node, values: dict[fx.Node, Any]) -> Moments:
-        if self.plan.segment.steps[node].couples == "batch":
-            moments: Moments = self.seen[node]
-            return moments
-        return statistics.running_moments(node, values)
-
-    def _finish(self, chain: list[fx.Node], windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
-        plan, segment, node = self.plan, self.plan.segment, chain[-1]
-        steps = [segment.steps[each] for each in chain]
-        norm = next((each for each in chain if segment.steps[each].epilogue == "norm"), None)
-        source = input_of(chain[0])
-        x = self._read(chain[0], source, steps[0].inputs[source], windows, values, {})
-        gamma = beta = moments = cells = inside = None
-        if norm is not None:
-            gamma, beta = statistics.weights(norm, values)
-            moments = self._moments(norm, values)
-        demand = segment.demands[node]
-        sampled = norm is not None and segment.steps[norm].couples == "batch" and plan.policy == "sampled"
-        if sampled or node in plan.fills:
-            found = windows.inside[plan.map(node, demand)]
-            inside = None if found.complete else found.ranges
-            if sampled:
-                cells = self._cells(node, found)
-        kinds = [step.epilogue for step in steps]
-        last = norm is not None and kinds[-1] == "relu"
-        fill, total = plan.fills.get(node, 0.0), None
-        if cells is not None and norm is not None and self.totals is not None:
-            total = partial(self._total, norm)
-            if norm in self.summing:
-                self.summing[norm] = x
-        how = Epilogue(kinds[0] == "relu", moments, cells, last, inside, demand.positions, fill, total)
-        return finish(x, gamma, beta, how)
-
-    def _total(self, norm: fx.Node, sums: Sums) -> Sums:
+    def total(self, norm: fx.Node, sums: Sums) -> Sums:
         """Sums over the cells of all windows, or those of one part added up."""
         assert self.totals is not None
         if norm in self.summing:
@@ -435,15 +477,7 @@ class Run:
             return sums
         return self.totals[norm]
 
-    def _cells(self, node: fx.Node, found: Inside) -> int:
-        """How many numbers of a channel are computed again."""
-        shape, positions = self.plan.segment.traced.shape(node), self.plan.segment.demands[node].positions
-        return found.number * math.prod(n for i, n in enumerate(shape) if i > 1 and i not in positions)
-
-    def _batch_norm(self, node: fx.Node, x: Tensor, values: dict[fx.Node, Any], windows: Windows) -> Tensor:
-        raise AssertionError("a normalisation over the batch is always part of an epilogue")
-
-    def _sample_norm(self, node: fx.Node, args: Any, kwargs: Any, windows: Windows) -> Tensor:
+    def sample_norm(self, node: fx.Node, args: Any, kwargs: Any, windows: Windows) -> Tensor:
         plan, demand = self.plan, self.plan.segment.demands[node]
         inside = windows.inside[plan.map(node, demand)]
         mean, inverse_std = self.seen[node]
@@ -452,7 +486,7 @@ class Run:
         )
         return statistics.normalise_windows(node, args, kwargs, how)
 
-    def _pool(self, node: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
+    def pool(self, node: fx.Node, windows: Windows, values: dict[Any, Any]) -> Tensor:
         """The mean of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
         plan, segment, source = self.plan, self.plan.segment, input_of(node)
         demand = segment.demands[source]
@@ -466,7 +500,7 @@ class Run:
             plan.policy,
         )
 
-    def _whole(self, source: fx.Node, windows: Windows, values: dict[fx.Node, Any]) -> Tensor:
+    def _whole(self, source: fx.Node, windows: Windows, values: dict[Any, Any]) -> Tensor:
         """All of a value, of the forward pass; its gradient falls on the cells of the windows, or nowhere."""
         plan, demand, whole = self.plan, self.plan.segment.demands[source], self.seen[source, "whole"]
         if plan.policy == "frozen":
@@ -497,7 +531,6 @@ class Run:
             return [
                 torch.zeros_like(t) if want and t is not None else None for t, want in zip(tensors, wanted, strict=True)
             ]
-        exit_map = plan.map(plan.exit, plan.demand)
         result: list[Tensor | None] = [None] * len(tensors)
         size = len(windows) if plan.coupled and not plan.in_parts else self._chunk(len(windows))
         leaves, full = self._leaves(values, nodes, wanted)
@@ -508,7 +541,7 @@ class Run:
         def computed(part: Windows) -> tuple[Tensor, Tensor, dict[fx.Node, Any]]:
             """The exit's value on some windows, the gradient that arrives at it, and the windows of the entries."""
             seeds = multiply(cut(grad, part, plan.demand), cut(spelled, part, plan.demand))
-            seeds = _fill(seeds, part.inside[exit_map], plan.demand, 0.0)
+            seeds = plan.clear[plan.exit](seeds, part)
             cuts = {node: self._read_windows(node, leaf, part, grad.device) for node, leaf in leaves.items()}
             for node, want in zip(nodes, wanted, strict=True):
                 if node in full and isinstance(leaves[node], Tensor):
@@ -544,9 +577,8 @@ class Run:
         self, values: Sequence[Any], nodes: Sequence[fx.Node], wanted: Sequence[bool]
     ) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
         """The entries, with a gradient of their own where it is wanted, but for those that are cut: which are these."""
-        segment = self.plan.segment
-        leaves: dict[fx.Node, Any] = dict(zip(segment.entries, values, strict=True))
-        full = {node for node in nodes if segment.demands.get(node) is not None and segment.demands[node].full}
+        leaves: dict[fx.Node, Any] = dict(zip(self.plan.segment.entries, values, strict=True))
+        full = {node for node in nodes if node in self.plan.full}
         for node, want in zip(nodes, wanted, strict=True):
             if node not in full and isinstance(leaves[node], Tensor):
                 leaves[node] = leaves[node].detach().requires_grad_(want)
@@ -599,7 +631,7 @@ class Run:
         demand = self.plan.segment.demands[node]
         if node not in self.plan.fills:
             return taken
-        inside = windows.inside[self.plan.map(node, demand)]
+        inside = windows.inside[self.plan.padded[node]]
         if inside.complete:
             return taken
         outside = ~cells_inside(taken, Epilogue(inside=inside.ranges, axes=demand.positions))
@@ -608,15 +640,13 @@ class Run:
     def _paste(self, node: fx.Node, grad: Tensor, x: Tensor, windows: Windows) -> Tensor:
         demand = self.plan.segment.demands[node]
         if node in self.plan.fills:
-            grad = _fill(grad, windows.inside[self.plan.map(node, demand)], demand, 0.0)
+            grad = self.plan.clear[node](grad, windows)
         return paste(grad, x, windows, demand)
 
     def _chunk(self, windows: int) -> int:
         """How many windows at a time, so that they need no more memory than the forward pass did."""
-        plan, traced = self.plan, self.plan.segment.traced
-        sizes = {node: math.prod(traced.shape(node)) for node in plan.segment.steps}
-        per_window = sum(size * plan.share(node, 1) for node, size in sizes.items() if node not in plan.segment.pooled)
-        chunks = max(1, math.ceil(windows * per_window / (plan.at_a_time * max(sizes.values()))))
+        plan = self.plan
+        chunks = max(1, math.ceil(windows / (plan.at_a_time * plan.windows_in_whole)))
         if plan.tiling is not None:
             chunks = max(1, math.ceil(windows * plan.tiling.window_bytes() / plan.tiling.windows))
         return -(-windows // min(chunks, windows))
@@ -629,36 +659,39 @@ class Run:
             yield
 
 
-def _check_size(node: fx.Node, value: Any, demand: Demand, windows: int) -> None:
+def _check_size(node: fx.Node, value: Any, along: Sequence[tuple[int | None, int]]) -> None:
     """A rule that is wrong about sizes is an error with its name."""
     for x in value if isinstance(value, (tuple, list)) else [value]:
-        along = [(demand.axes[0], windows), *zip(demand.positions, demand.size, strict=True)]
         if isinstance(x, Tensor) and any(axis is not None and x.shape[axis] != size for axis, size in along):
-            wanted = dict(along)
+            sizes = dict(along)
             raise RuntimeError(
                 f"the rule for {name_of(node)} is wrong: on windows it gives shape {tuple(x.shape)}, but along axes "
-                f"{list(wanted)} it should have the sizes {list(wanted.values())}"
+                f"{list(sizes)} it should have the sizes {list(sizes.values())}"
             )
 
 
-def _narrowed(x: Tensor, have: Demand, need: Demand) -> Tensor:
-    """The cells that are needed, of those that there are."""
-    for axis, a, b, m, n in zip(need.positions, have.start, need.start, have.size, need.size, strict=True):
-        x = x if m == n else x.narrow(axis, b - a, n)
+def _cuts(have: Demand, need: Demand) -> list[tuple[int, int, int]]:
+    """Which cells are needed, of those that there are: axis, first cell and number, where these are fewer."""
+    along = zip(need.positions, have.start, need.start, have.size, need.size, strict=True)
+    return [(axis, b - a, n) for axis, a, b, m, n in along if m != n]
+
+
+def _narrowed(x: Tensor, cuts: Sequence[tuple[int, int, int]]) -> Tensor:
+    for axis, first, number in cuts:
+        x = x.narrow(axis, first, number)
     return x
 
 
-def _fill(x: Tensor, inside: Inside, demand: Demand, value: float) -> Tensor:
+def _fill(x: Tensor, inside: Inside, batch: int, axes: tuple[int, ...], value: float) -> Tensor:
     """Set the cells of windows outside the map to `value`."""
     if inside.complete:
         return x
-    if demand.axes[0] != 0:
-        batch = demand.axes[0]
-        assert batch is not None
-        moved = tuple(axis + (axis < batch) for axis in demand.positions)
-        filled = finish(x.movedim(batch, 0), None, None, Epilogue(inside=inside.ranges, axes=moved, fill=value))
-        return filled.movedim(0, batch)
-    return finish(x, None, None, Epilogue(inside=inside.ranges, axes=demand.positions, fill=value))
+    if batch == 0:
+        return finish(x, None, None, Epilogue(inside=inside.ranges, axes=axes, fill=value))
+    moved = tuple(axis + (axis < batch) for axis in axes)
+    return finish(x.movedim(batch, 0), None, None, Epilogue(inside=inside.ranges, axes=moved, fill=value)).movedim(
+        0, batch
+    )
 
 
 def _from_inside(x: Tensor, inside: Inside, demand: Demand, how: str) -> Tensor:

@@ -49,7 +49,17 @@ class Program:
         plain: bool = False,
         policy: Statistics | None = None,
     ) -> None:
-        self.segment, self.keep_statistics = segment, keep_statistics
+        self.segment, self.keep_statistics, self.fused = segment, keep_statistics, fused
+        self.is_plain, self.policy = plain, policy
+        self.code: Callable[..., Any] | None = None  # which is made when it is called for the first time
+        self.compiles = False
+
+    def compile(self) -> None:
+        """From now on as Inductor makes it."""
+        self.compiles, self.code = True, None
+
+    def _made(self) -> Callable[..., Any]:
+        segment, keep_statistics, policy = self.segment, self.keep_statistics, self.policy
         graph, root, copies = fx.Graph(), nn.Module(), dict[fx.Node, Any]()
         for node in segment.entries:
             copies[node] = graph.placeholder(node.name)
@@ -78,7 +88,7 @@ class Program:
                 copies[node, "seen"] = graph.call_function(_item, (both, 1))  # type: ignore[index]
                 self.kept.append(node)
                 continue
-            if step.run is not None and not keep_statistics and not plain:
+            if step.run is not None and not keep_statistics and not self.is_plain:
                 setattr(root, f"step_{number}", _Apply(_on_rows(step)))
                 args = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = graph.call_module(f"step_{number}", (*args, rows))
@@ -97,17 +107,16 @@ class Program:
         seen += [copies[node] for node in whole]
         self.keys: list[Any] = [*self.kept, *((node, "whole") for node in whole)]
         graph.output(([copies[node] for node in segment.exits], seen))
-        if fused:
+        if self.fused:
             _fuse(graph, root)
-        self.module = fx.GraphModule(root, graph)
-        self.code: Callable[..., Any] = self.module.forward
-
-    def compile(self) -> None:
-        """From now on as Inductor makes it."""
-        self.code = compiled(self.module)
+        module = fx.GraphModule(root, graph)
+        made: Callable[..., Any] = compiled(module) if self.compiles else module.forward
+        return made
 
     def __call__(self, entries: Sequence[Any], rows: int = 0, seen: Mapping[fx.Node, Moments] | None = None) -> Any:
         """The exits' values; with `keep_statistics` also what was seen, by node."""
+        if self.code is None:
+            self.code = self._made()
         if seen is not None:
             outputs, _ = self.code(*entries, rows, [seen[node] for node in self.kept])
             return outputs

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from backdrop._core import kernels
 from backdrop._core.draw import is_zero
 from backdrop._core.product import multiply
 from backdrop._shared import Draw
@@ -186,7 +187,7 @@ class Samples:
         if fixed and len(drawn) == 1:
             kept = round(self.number * (1 - float(self.masks[0].p)))
         else:
-            kept = cost.few_shapes(self.number - int(dropped.count_nonzero()), dropped.device)
+            kept = kernels.few_shapes(self.number - int(dropped.count_nonzero()), dropped.device)
         # Some at least: with a mask over many processes, ours may have none, and parameters need their gradient.
         # Two, because torch has calls that are wrong for one: batch_norm with running statistics, with some strides.
         kept = min(self.number, max(2, kept))

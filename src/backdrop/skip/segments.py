@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,38 +25,16 @@ from backdrop.graph import table
 from backdrop.graph.cost import Cost, total
 from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
-from backdrop.graph.table import Axes, Call, MisalignedError, Slide, Statistics, Step, Tap, UnsupportedError, Where
+from backdrop.graph.table import Call, MisalignedError, Slide, Statistics, Step, Tap, UnsupportedError, Where
 from backdrop.graph.trace import Traced, name_of
 from backdrop.graph.verify import verified
+from backdrop.skip.windows import Demand
 
 TORN = "its running statistics are also those of a call that is not skipped"
 POOLS = ("mean", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 MODES = {"autocast": "an autocast", "inference_mode": "an inference_mode", "no_grad": "a no_grad"}
 NOTHING = Cost(0, 0, 0)
 LARGEST_UNIT = 64  # times the mask's own patch, where upsampling asks for larger units
-
-
-class Demand(NamedTuple):
-    """What is needed of a value: where samples and positions lie, and the cells of unit u along each axis of positions,
-    `size` of them from `step * u + start`."""
-
-    axes: Axes
-    inner: int = 1
-    step: tuple[int, ...] = ()
-    start: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
-
-    @property
-    def full(self) -> bool:
-        return None not in self.axes
-
-    @property
-    def per_sample(self) -> bool:
-        return self.axes[0] is not None and all(axis is None for axis in self.axes[1:])
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(axis for axis in self.axes[1:] if axis is not None)
 
 
 @dataclass

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from backdrop._source import ReadAhead, Source, moved, read_region
 from backdrop.graph.unread import Unread
-from backdrop.skip.segments import Demand
 from backdrop.skip.tiles import Box, Interval
-from backdrop.skip.windows import Windows
+from backdrop.skip.windows import Demand, Windows
 
 
 def source_of(value: Any) -> Source | None:

@@ -30,9 +30,8 @@ from backdrop.graph.running import running_batch_norm
 from backdrop.graph.sliding import named
 from backdrop.graph.table import Statistics
 from backdrop.skip.epilogue import Epilogue, Moments, cells_inside, finish, normalised
-from backdrop.skip.segments import Demand
 from backdrop.skip.totals import Spread
-from backdrop.skip.windows import Inside, Windows, cut
+from backdrop.skip.windows import Demand, Inside, Windows, cut
 
 STATISTICS: tuple[Statistics, ...] = ("exact", "sampled", "frozen", "running")
 NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -59,8 +58,9 @@ def running(node: fx.Node) -> list[Any]:
     return [given.get("running_mean"), given.get("running_var")]
 
 
-def weights(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Tensor | None, Tensor | None]:
-    given = settings(node, values)
+def weights(node: fx.Node) -> tuple[Any, Any]:
+    """The nodes of weight and bias of a call of batch_norm."""
+    given = settings(node)
     return given.get("weight"), given.get("bias")
 
 

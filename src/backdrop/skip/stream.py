@@ -365,7 +365,7 @@ class Stream:
                 else:  # several tensors, which are taken apart next
                     given[source] = type(x)(read(each, box, need, cells, axes, None) for each in x)
         if step.couples == "batch":
-            weight, bias = statistics.weights(node, known)
+            weight, bias = map(known.get, statistics.weights(node))
             x = given[input_of(node)]
             return finish(x, weight, bias, Epilogue(moments=seen[node]))
         if _is_convolution(node):

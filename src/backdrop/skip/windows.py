@@ -1,4 +1,4 @@
-"""Which units are computed again, and cutting their windows out of a map."""
+"""What a unit needs of each value, which units are computed again, and cutting their windows out of a map."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from backdrop.graph import cost
-from backdrop.skip.segments import Demand
+from backdrop._core import kernels
+from backdrop.graph.table import Axes
 
 LOOK_AGAIN = 16  # steps after which to look again whether the incoming gradient is zero at kept units
 ONE_THREAD = 2**15 - 1  # torch works on more elements with several threads, which may take longer to start than to work
@@ -19,6 +19,29 @@ MOSTLY = 0.75  # of the kept units have a gradient: then computing all of them i
 
 Sizes: TypeAlias = tuple[int, ...]
 Map: TypeAlias = tuple[Sizes, Sizes, Sizes, Sizes]  # step, start and size of a box, and the sizes of what it lies in
+
+
+class Demand(NamedTuple):
+    """What is needed of a value: where samples and positions lie, and the cells of unit u along each axis of positions,
+    `size` of them from `step * u + start`."""
+
+    axes: Axes
+    inner: int = 1
+    step: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+
+    @property
+    def full(self) -> bool:
+        return None not in self.axes
+
+    @property
+    def per_sample(self) -> bool:
+        return self.axes[0] is not None and all(axis is None for axis in self.axes[1:])
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(axis for axis in self.axes[1:] if axis is not None)
 
 
 class Inside(NamedTuple):
@@ -129,7 +152,7 @@ def find_windows(lattice: Lattice, kept: Kept, weight: Tensor, grad: Tensor) -> 
         units = units_of(lattice, (grad != 0) & (weight != 0)).nonzero().cpu()
         lattice.alive = len(units) / max(1, len(kept.on_host()))
     real = len(units)
-    if added := cost.few_shapes(real, grad.device) - real:
+    if added := kernels.few_shapes(real, grad.device) - real:
         units = torch.cat([units, units[:1].expand(added, -1)])
     return _place(lattice, units, real, grad.device)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backdrop._core.checks import check_size
-from backdrop._core.seeds import generator_for
+from backdrop._core.draw import generator_for
 from backdrop.textures.fields import Field, fast_length, normalise_, one_thread
 
 if TYPE_CHECKING:

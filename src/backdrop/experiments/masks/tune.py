@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from torch import nn
 
 from backdrop._core.checks import check_int
-from backdrop._core.installed import how_to_install
+from backdrop._core.code import how_to_install
 from backdrop.experiments import search
 from backdrop.experiments.masks import space
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from backdrop._core import pictures
-from backdrop._core.pictures import GRID, INK, MUTED, bare
+from backdrop._core.pictures import GRID, INK, MUTED
 from backdrop.experiments.report.statistics import Estimate
 
 __all__ = ["INK", "MUTED", "Line", "Picture", "dots", "heat_map", "lines", "style"]
@@ -71,10 +71,7 @@ class Picture(NamedTuple):
 
     def svg(self) -> tuple[bytes, bytes]:
         """For light and for dark pages, without anything that changes from run to run or refers to elsewhere."""
-        file = io.BytesIO()
-        with style():
-            self.figure.savefig(file, format="svg")
-        content = bare(file.getvalue().decode())
+        content = pictures.svg(self.figure, STYLE)
         dark = re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), content)
         return content.encode(), dark.encode()
 

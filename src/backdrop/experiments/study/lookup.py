@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from backdrop.experiments.settings import nearest
 from backdrop.experiments.study.archive import Archive
-from backdrop.experiments.study.plain import SPEC, PlainStudy
 from backdrop.experiments.study.plan import Readable
 from backdrop.experiments.study.storage import JOURNAL, open_storage
+from backdrop.experiments.study.study import Study, studies
 
-__all__ = ["has_optuna", "listed", "noted", "open_all", "open_study", "unknown"]
-
-
-def has_optuna() -> bool:
-    return importlib.util.find_spec("optuna") is not None
+__all__ = ["listed", "noted", "open_all", "open_study", "unknown"]
 
 
 def listed(folder: Path) -> list[Path]:
@@ -40,8 +35,6 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
     It is in this storage, or by default in its own folder, in the one that has the folders of studies.
     """
     if storage is not None:
-        from backdrop.experiments.study.study import Study
-
         with open_storage(storage) as opened:
             yield Study(opened, name)
         return
@@ -52,7 +45,7 @@ def open_study(name: str, storage: str | None, folder: Path) -> Iterator[Readabl
     if not homes:
         raise unknown(name, folder)
     home = homes[0]
-    with _open_folder(home) as studies:
+    with _open_storage(home / JOURNAL) as studies:
         wanted = [study for study in studies if study.name == home.resolve().name] or studies
         if not wanted:
             raise ValueError(f"{home / JOURNAL} says of no study what it is about, so none of ours is in it")
@@ -73,7 +66,7 @@ def open_all(storage: str | None, folder: Path) -> Iterator[tuple[list[Readable]
         problems: list[Exception] = []
         for home in listed(folder):
             with noted(problems):
-                found += stack.enter_context(_open_folder(home))
+                found += stack.enter_context(_open_storage(home / JOURNAL))
         yield found, problems
 
 
@@ -87,21 +80,10 @@ def noted(problems: list[Exception]) -> Iterator[None]:
 
 
 def _is_study(home: Path) -> bool:
-    return (home / JOURNAL).is_file() or (home / SPEC).is_file()
-
-
-@contextlib.contextmanager
-def _open_folder(home: Path) -> Iterator[list[Readable]]:
-    if not (home / JOURNAL).is_file():
-        yield [PlainStudy(home)]
-        return
-    with _open_storage(home / JOURNAL) as found:
-        yield found
+    return (home / JOURNAL).is_file()
 
 
 @contextlib.contextmanager
 def _open_storage(place: str | Path) -> Iterator[list[Readable]]:
-    from backdrop.experiments.study.study import Study, studies
-
     with open_storage(place) as storage:
         yield [Study(storage, name) for name in studies(storage)]

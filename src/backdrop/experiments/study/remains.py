@@ -18,7 +18,7 @@ from typing import IO
 
 from backdrop._core.files import read, regular
 from backdrop.experiments import checkpoint
-from backdrop.experiments.train import told
+from backdrop.experiments.training import told
 
 __all__ = ["STRIKES", "Faults", "clear", "sweep"]
 

@@ -53,15 +53,16 @@ def choose_weight(
     norms = _unit_norms(jax.lax.stop_gradient(grad), lattice, wide)
     number: Any = count_kept(lattice.size, p) if exact else lattice.size * (1 - p)
     pi = _inclusion(norms, number, floor)
-    choose = _systematic if exact else _independent
-    kept, pi = choose(pi, key)
+    kept, pi = _systematic(pi, norms > 0, key) if exact else _independent(pi, key)
     weight = jnp.where(kept, 1 / jnp.where(kept, pi, 1), 0) if scale is not None else kept.astype(wide)
     weight = weight * (1 - p) if scale == "eq1" else weight
     return jax.lax.stop_gradient(spread(weight.astype(wide), lattice, grad.shape))
 
 
 def _unit_norms(grad: jax.Array, lattice: masks.Lattice, wide: Any) -> jax.Array:
-    """|g_u| up to a common factor, (groups, units)."""
+    """|g_u| up to a common factor, (groups, units), with its sign where it is one number, of a sample of its own."""
+    if 0 in lattice.axes and grad.shape == lattice.shape and not jnp.iscomplexobj(grad):
+        return grad.astype(wide).reshape(lattice.groups, lattice.size)
     sizes = jnp.abs(grad).astype(wide)
     largest = jnp.max(jnp.where(jnp.isfinite(sizes), sizes, 0))
     squares = jnp.square(sizes / jnp.where(largest > 0, largest, 1))  # so that they stay in range
@@ -78,9 +79,21 @@ def _unit_norms(grad: jax.Array, lattice: masks.Lattice, wide: Any) -> jax.Array
 
 def _inclusion(norms: jax.Array, number: Any, floor: float) -> jax.Array:
     """pi for each unit, which add up to `number` in each group."""
+    size, norms = norms.shape[1], jnp.abs(norms)
+    base = floor * number / size
+    if floor == 1:
+        return jnp.full_like(norms, base)
+    pi = _proportional(norms, number * (1 - floor) / (1 - base))
+    return pi + base * (1 - pi) if floor else pi
+
+
+def _proportional(norms: jax.Array, number: Any) -> jax.Array:
+    """min(1, norms / tau), with the tau for which they add up to the number."""
     size = norms.shape[1]
     finite = jnp.isfinite(norms)
     norms = jnp.where(finite.all(1, keepdims=True), norms, (~finite).astype(norms.dtype))
+    largest = norms.max(1, keepdims=True)
+    norms = norms / jnp.where(largest > 0, largest, 1)  # so that sums stay in range
     order = jnp.argsort(-norms, axis=1)
     ordered = jnp.take_along_axis(norms, order, 1)
     tail = jnp.cumsum(ordered[:, ::-1], 1)[:, ::-1]
@@ -91,12 +104,11 @@ def _inclusion(norms: jax.Array, number: Any, floor: float) -> jax.Array:
     left = number - count
     share = jnp.where(rest > 0, ordered * left / jnp.where(rest > 0, rest, 1), left / jnp.maximum(size - count, 1))
     pi = jnp.where(sure, 1, jnp.clip(share, 0, 1)).astype(norms.dtype)
-    pi = jnp.take_along_axis(pi, jnp.argsort(order, axis=1), 1)
-    return (1 - floor) * pi + floor * number / size if floor else pi
+    return jnp.take_along_axis(pi, jnp.argsort(order, axis=1), 1)
 
 
-def _systematic(pi: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
-    """Just as many units as the pi add up to, and their probabilities."""
+def _systematic(pi: jax.Array, positive: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+    """Just as many units as the pi add up to, positive ones behind the others, and their probabilities."""
     first, second = jax.random.split(key)
     sure = pi >= 1 - ROUNDING
     parts = jnp.where(sure, 0, pi * ONE).astype(jnp.uint32)
@@ -105,7 +117,7 @@ def _systematic(pi: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
     least = jnp.where(sure | (parts == 0), 2, pi).argmin(1)[:, None]
     at = jnp.where(missing > 0, least, jnp.where(sure, -1, pi).argmax(1)[:, None])
     parts = jnp.where(jnp.arange(pi.shape[1]) == at, parts + missing.astype(jnp.uint32), parts)
-    order = jnp.argsort(jax.random.uniform(first, pi.shape), axis=1)
+    order = jnp.argsort(jax.random.uniform(first, pi.shape) + positive, axis=1)
     offset = jax.random.bits(second, (pi.shape[0], 1), jnp.uint32)
     laid = jnp.take_along_axis(parts, order, 1)
     ends = offset + jnp.cumsum(laid, 1, dtype=jnp.uint32)  # modulo one

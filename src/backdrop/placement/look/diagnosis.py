@@ -13,7 +13,8 @@ from backdrop.placement.look.tables import aligned
 from backdrop.placement.sites import WORTH, SiteFound, Way
 
 if TYPE_CHECKING:
-    from backdrop.placement.diagnosis import Diagnosis, Room
+    from backdrop.placement.diagnosis import Diagnosis
+    from backdrop.placement.rooms import Room
 
 __all__ = ["advice", "as_text", "fragment", "page"]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from backdrop._core.installed import how_to_install
+from backdrop._core.code import how_to_install
 from backdrop.placement.look import layout, wording
 from backdrop.placement.look.layout import Bar, Block, Box, Layout
 from backdrop.placement.look.pen import (

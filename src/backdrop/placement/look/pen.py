@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backdrop._core import pictures
-from backdrop._core.pictures import GRID, INK, MUTED, bare, style
+from backdrop._core.pictures import GRID, INK, MUTED, style
 from backdrop.placement.look import layout
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class Picture(NamedTuple):
 
     def svg(self, background: str = "white") -> str:
         """Without anything that changes from run to run or refers to elsewhere."""
-        file = io.BytesIO()
-        with style():
-            self.figure.savefig(file, format="svg", facecolor=background)
-        return bare(file.getvalue().decode())
+        return pictures.svg(self.figure, facecolor=background)
 
     def png(self) -> bytes:
         from PIL import Image  # which Matplotlib needs, too

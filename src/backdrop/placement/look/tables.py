@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from backdrop._core.installed import how_to_install
+from backdrop._core.code import how_to_install
 from backdrop.placement.look import wording
 
 if TYPE_CHECKING:
