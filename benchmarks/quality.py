@@ -40,7 +40,9 @@ from torch import nn
 
 from backdrop import Skip
 from backdrop.schedules import VarianceBudget
-from quality_tasks import TASKS, area_below, export, finite, generator_of
+from quality_base import area_below, finite, generator_of
+from quality_photographs import export
+from quality_tasks import TASKS
 
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 POINTS = 12

@@ -138,12 +138,12 @@ def tried(kind, way, size, limit, folder, patience, threads):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def largest(kind, way, limit, folder, patience, threads, less):
+def largest(kind, way, limit, folder, patience, threads, first, less):
     """By doubling, then by halves, to a quarter; `less` is what was found with less memory, which fits with more."""
     if less and less["more"] == "takes too long":
         return {name: less[name] for name in ("size", "seconds", "gib", "more")}
     best = {name: less[name] for name in ("size", "seconds", "gib")} if less else {"size": 0}
-    bad, why, size = None, "", 2 * best["size"] or FIRST[kind]
+    bad, why, size = None, "", 2 * best["size"] or first
     while True:
         found = tried(kind, way, size, limit, folder, patience, threads)
         print(f"  {kind}, {way}, {limit / GIB:g} GiB, {size}: {found}", file=sys.stderr, flush=True)
@@ -204,7 +204,9 @@ def main():
                 continue
             own = [row for row in figures["rows"] if (row["kind"], row["way"]) == (kind, way)]
             less = max((row for row in own if row["limit"] < limit), key=lambda row: row["limit"], default=None)
-            found = largest(kind, way, int(limit * GIB), folder, arguments.patience, arguments.threads, less)
+            same = [row for row in figures["rows"] if (row["kind"], row["limit"]) == (kind, limit)]
+            first = max((row["size"] for row in same if row["way"] == "plain"), default=FIRST[kind])
+            found = largest(kind, way, int(limit * GIB), folder, arguments.patience, arguments.threads, first, less)
             figures["rows"].append({"kind": kind, "way": way, "limit": limit, **found})
             if arguments.json:
                 arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -271,8 +271,6 @@ def setup(rows):
 def boosting_words(rows):
     """The outsider beside the table."""
     runs = sorted((row for row in rows if row["kind"] == "outsider"), key=lambda row: row["seed"])
-    if not runs:
-        return ""
     mean, half = interval([best_of(row)[1] for row in runs])
     spent = statistics.fmean(row["seconds"][row["validation"].index(min(row["validation"]))] for row in runs)
     return (
@@ -304,11 +302,30 @@ def memory_table():
     return "\n".join(lines)
 
 
+def fits_table():
+    """Of quality_memory.py: the largest that fits, and what a step takes."""
+    rows = json.loads((RESULTS / "quality-memory-cpu.json").read_text())["rows"]
+    names = {"image": "side of one image", "batch": "images in a batch", "cohort": "images of 1024² in a cohort"}
+    ways = ("plain", "checkpoint", "gradcache", "engine", "tiles")
+    lines = [f"| largest | memory | {' | '.join(ways)} |", f"|---|---:|{'---:|' * len(ways)}"]
+    cases = {(row["kind"], row["limit"]): None for row in rows}
+    for kind, limit in cases:
+        by = {row["way"]: row for row in rows if (row["kind"], row["limit"]) == (kind, limit)}
+        cells = [""] * len(ways)
+        for i, way in enumerate(ways):
+            if way in by:
+                more = "≥ " if by[way]["more"] == "takes too long" else ""
+                cells[i] = f"{more}{by[way]['size']:,}, {by[way]['seconds']:.0f} s"
+        lines.append(f"| {names[kind]} | {limit:g} GiB | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def parts(rows):
     """What stands between the markers of the page."""
     found = {"table": main_table(rows), "bias": bias_words(rows), "also": also_words(rows), "setup": setup(rows)}
-    found["boosting"] = boosting_words(rows)
-    found["memory"] = memory_table()
+    if any(row["kind"] == "outsider" for row in rows):
+        found["boosting"] = boosting_words(rows)
+    found["memory"], found["fits"] = memory_table(), fits_table()
     return found
 
 

@@ -1,5 +1,6 @@
 """docs/evidence.md says what the figures in benchmarks/results say, and its rule does what it says."""
 
+import json
 import re
 import statistics
 from pathlib import Path
@@ -51,6 +52,18 @@ def test_what_the_words_of_the_page_say_holds(made, rows):
     table = (ROOT / "docs" / "skip" / "statistics.md").read_text()
     told = re.search(r"test accuracy, % \| ([\d.]+) ± [\d.]+ \| ([\d.]+) ", table)
     assert "{}% without, {}% with masks".format(*told.groups()) in text
+
+
+def test_the_words_on_what_fits_hold(made):
+    rows = json.loads((made.RESULTS / "quality-memory-cpu.json").read_text())["rows"]
+    size = {(row["kind"], row["way"], row["limit"]): row["size"] for row in rows}
+    text = " ".join(PAGE.read_text().split())
+    assert size["image", "engine", 2] > size["image", "plain", 4]
+    assert size["batch", "engine", 2] == 8 * size["batch", "plain", 2]
+    rates = {row["way"]: row["size"] / row["seconds"] for row in rows if (row["kind"], row["limit"]) == ("batch", 2)}
+    assert f"{rates['engine'] / rates['gradcache']:.1f} times as many in the same time as GradCache" in text
+    most = size["cohort", "gradcache", 2], size["cohort", "tiles", 2]
+    assert "GradCache takes {} images, tiles no more than {}.".format(*most) in text
 
 
 def test_the_first_page_has_the_figures(made, rows):
