@@ -14,10 +14,7 @@ try:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-    from typer.core import TyperCommand
-
-    from backdrop.experiments import commands as studies
-    from backdrop.placement import command as models
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}; the command needs: {how_to_install('experiments')}") from None
 
@@ -32,7 +29,31 @@ class App(typer.Typer):
         return lambda command: add(_errors_in_red(command))
 
 
-app = App(no_args_is_help=True, add_completion=False, help="Stochastic backpropagation: the experiments of the paper.")
+class All(TyperGroup):
+    """With the commands of studies and of models, which are imported when one is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._import()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        self._import()
+        return super().get_command(ctx, cmd_name)
+
+    def _import(self) -> None:
+        from backdrop.experiments import commands as studies
+        from backdrop.placement import command as models
+
+        if "run" in self.commands:
+            return
+        more = App()
+        for each in (*studies.COMMANDS, *models.COMMANDS):
+            more.command()(each)
+        self.commands.update(typer.main.get_group(more).commands)
+
+
+about = "Stochastic backpropagation: the experiments of the paper."
+app = App(cls=All, no_args_is_help=True, add_completion=False, help=about)
 
 
 def _errors_in_red(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,10 +239,6 @@ def info(root: Root = None) -> None:
     for row in found:
         if row.problem:
             console.print(Text(row.problem, "red" if row.present else ""), soft_wrap=True)
-
-
-for each in (*studies.COMMANDS, *models.COMMANDS):
-    app.command()(each)
 
 
 def main() -> None:

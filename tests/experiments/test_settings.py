@@ -140,6 +140,7 @@ NONSENSE = {
         *[(name, value) for name in ("per_class", "test_per_class", "eval_batch") for value in (0, -1, 2**31)],
         ("flips", "maybe"),
         ("adapt", 2),
+        ("shared", 2),
     ],
     ImageSettings: [
         *[(name, value) for name in ("width", "shrink", "samples", "test_samples", "eval_batch") for value in (0, -1)],

@@ -597,7 +597,7 @@ UNBOUNDED = [
         "it takes positions for channels",
     ),
     (Calls(lambda x: x[:, :, 3]), "0.getitem", "it takes one position out of a map"),
-    (Calls(lambda x: x[:, [0, 1]]), "0.getitem", "it looks up cells by an index"),
+    (Calls(lambda x: x[:, :, [0, 1]]), "0.getitem", "it looks up samples or positions by an index"),
     (Calls(lambda x: x.cumsum(2)), "0.cumsum", "it mixes positions along a spatial axis"),
     (Calls(lambda x: torch.fft.fft2(x).abs()), "0.fft_fft2", "there is no rule for fft_fft2"),
     (nn.Upsample(scale_factor=1.0471976), "0", "its factor 1.0471976 is not a simple ratio"),

@@ -225,18 +225,18 @@ def test_dropout_before_a_mask_of_positions():
     assert next(iter(report.values())).time is not None
 
 
-def large(p):
-    layers = [nn.Conv2d(1, 8, 5, 2, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU()]
+def large(p, channels=8):
+    layers = [nn.Conv2d(1, channels, 5, 2, 2), nn.ReLU(), nn.Conv2d(channels, channels, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*layers, Backdrop2d(p), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def test_tiles_and_budgets_are_those_of_a_step():
-    model, shape = large(0.999), (1, 1, 512, 512)
+    model, shape = large(0.999, channels=16), (1, 1, 512, 512)
     whole = savings(model, shape)["4"]
-    tiled = savings(model, shape, memory="2MB")["4"]
+    tiled = savings(model, shape, memory="4MB")["4"]
     assert tiled.memory < whole.memory < 1
     assert whole.time <= tiled.time
-    fast = skip_blocked(model, memory="2MB")
+    fast = skip_blocked(model, memory="4MB")
     fast(torch.randn(shape)).sum().backward()
     assert f"in tiles: {fast.skip_report[0].tiles}" == tiled.note.removeprefix("skips 0 to 3, 4 calls; ")
     assert "in tiles: " in savings(model, shape, tile=128)["4"].note
