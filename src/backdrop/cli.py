@@ -30,22 +30,13 @@ class App(typer.Typer):
 
 
 class All(TyperGroup):
-    """With the commands of studies and of models, which are imported when one is asked for."""
+    """With the commands of studies and of models, which are imported when a command is asked for."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        self._import()
-        return super().list_commands(ctx)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        self._import()
-        return super().get_command(ctx, cmd_name)
-
-    def _import(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         from backdrop.experiments import commands as studies
         from backdrop.placement import command as models
 
-        if "run" in self.commands:
-            return
+        super().__init__(**settings)
         more = App()
         for each in (*studies.COMMANDS, *models.COMMANDS):
             more.command()(each)
