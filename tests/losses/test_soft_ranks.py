@@ -280,3 +280,17 @@ def test_memory_grows_with_the_scores_not_the_pairs():
     assert largest.numel <= 4 * 20_000  # of 400 million pairs
     kept = SoftSums.apply(scores[None], torch.ones(1, 20_000, dtype=torch.float64), 0.1)[1]
     assert kept.numel() == 20_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [5, 2000])
+def test_the_gradient_that_arrives_stays_as_it_is(dtype, n):
+    """Also where it is one number for all, as of a sum."""
+    x = torch.randn(n, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(n, dtype=dtype)
+    before = gradient.clone()
+    ranks = soft_rank(x, temperature=0.5)
+    (found,) = torch.autograd.grad(ranks, x, gradient, retain_graph=True)
+    assert torch.equal(gradient, before)
+    torch.testing.assert_close(torch.autograd.grad(ranks, x, gradient, retain_graph=True)[0], found)
+    torch.testing.assert_close(torch.autograd.grad(ranks.sum(), x)[0], torch.zeros_like(x), rtol=0, atol=1e-3)

@@ -101,7 +101,7 @@ class _Ranks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (scores,) = ctx.saved_tensors
         with torch.no_grad(), full_precision(scores):
-            up = gradient.double().neg_()
+            up = gradient.double().neg()
             found = ctx.back(up.mT).mT if scores.ndim == 2 else ctx.back(up)
             found = found.to(scores.dtype)
         return once(found, scores, gradient) if torch.is_grad_enabled() else found, None, None
