@@ -12,6 +12,8 @@ from backdrop.skip import skip_blocked
 
 # torch's own, while it captures
 captures = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# torch 2.6 captures some of them otherwise: then less is skipped, and the report says so.
+followed_later = pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 does not follow all of it")
 
 
 @dataclass
