@@ -24,6 +24,7 @@ from torch import nn
 
 from backdrop import Backdrop
 from backdrop.schedules import VarianceBudget
+from bench_coverage import put_between_markers
 from bench_layer import options
 from train_informed import T95, FiveToOne, finite, told
 
@@ -94,12 +95,10 @@ def table(figures):
 
 
 def pages(figures):
-    begin, end = "<!-- budget -->", "<!-- end of budget -->"
     lines = [HEADINGS, ["---"] * 3 + ["---:"] * 3, *table(figures)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    before, _, rest = PAGE.read_text().partition(begin)
     said = f"{figures['seeds']} seeds, {STEPS} steps, torch {figures['versions']['torch']}"
-    PAGE.write_text(f"{before}{begin}\n\n{said}:\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+    put_between_markers(PAGE, f"{said}:\n\n{text}\n", ("<!-- budget -->", "<!-- end of budget -->"))
 
 
 def main():

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from backdrop import Backdrop, Backdrop2d
 from backdrop.experiments.data import cifar10, uiuc
 from backdrop.losses import class_distance_loss, rank_statistic_loss
+from bench_coverage import put_between_markers
 from bench_layer import options
 
 KEPT, BATCH = 0.06, 2048
@@ -257,12 +258,12 @@ def table(figures):
 
 
 def pages(figures):
-    begin, end = "<!-- informed-training -->", "<!-- end of informed-training -->"
     lines = [HEADINGS, ["---"] * 3 + ["---:"] * 5, *table(figures)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    before, _, rest = PAGE.read_text().partition(begin)
     said = f"{figures['seeds']} seeds, torch {figures['versions']['torch']}"
-    PAGE.write_text(f"{before}{begin}\n\n{said}:\n\n{text}\n\n{end}{rest.partition(end)[2]}")
+    put_between_markers(
+        PAGE, f"{said}:\n\n{text}\n", ("<!-- informed-training -->", "<!-- end of informed-training -->")
+    )
 
 
 def main():
